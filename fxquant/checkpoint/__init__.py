@@ -1,0 +1,50 @@
+"""Sources of weights: what they hold, how a tensor is read, and which key belongs to which FQN."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from fxquant.checkpoint.base import Checkpoint, TensorInfo
+from fxquant.checkpoint.keymap import KeyEntry, KeyMap, require_complete, resolve_keys
+from fxquant.checkpoint.memory import DictCheckpoint, StreamCheckpoint
+from fxquant.checkpoint.safetensors import FileCheckpoint
+from fxquant.errors import ConfigError
+
+__all__ = [
+    "Checkpoint",
+    "DictCheckpoint",
+    "FileCheckpoint",
+    "KeyEntry",
+    "KeyMap",
+    "StreamCheckpoint",
+    "TensorInfo",
+    "open_checkpoint",
+    "require_complete",
+    "resolve_keys",
+]
+
+
+def open_checkpoint(ckpt: object) -> Checkpoint:
+    """Open a source of weights.
+
+    ``ckpt`` is a path (a folder, a ``.safetensors`` file, a ``.json`` index of shards), a mapping
+    of names to tensors, an iterable of ``(name, tensor)`` pairs, or an open Checkpoint.
+    """
+    match ckpt:
+        case Checkpoint():
+            return ckpt
+        case str() | os.PathLike():
+            return FileCheckpoint(ckpt)
+        case Mapping():
+            return DictCheckpoint(ckpt)
+        case torch.nn.Module():
+            raise ConfigError(f"ckpt is a module ({type(ckpt).__name__}); pass its state_dict()")
+        case Iterable() if not isinstance(ckpt, bytes | bytearray | torch.Tensor):
+            return StreamCheckpoint(ckpt)
+    raise ConfigError(
+        f"ckpt is of type {type(ckpt).__name__}; expected a path, a dict of tensors, "
+        "an iterable of (name, tensor) pairs, or an open checkpoint"
+    )

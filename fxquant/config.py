@@ -1,0 +1,132 @@
+"""Which scheme for which FQN.
+
+Names match as whole components. A pattern is an exact FQN, a prefix of components, any run of
+components (``in_proj`` matches ``blocks.3.in_proj``, ``blocks.1`` never ``blocks.10``), a glob, or
+``re:`` with a regular expression that must match the whole name. Each pattern is tried against the
+parameter's FQN and against the name of the module that owns it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from fxquant.errors import ConfigError
+from fxquant.scheme import Scheme, find_scheme
+
+HEADS = ("lm_head",)
+"""Modules of these names stay float unless a config entry asks for them (as in transformers, vLLM)."""
+
+
+def name_matches(pattern: str, fqn: str) -> bool:
+    """Whether ``pattern`` takes the parameter ``fqn`` or the module that owns it."""
+    owner = fqn.rpartition(".")[0]
+    names = (fqn, owner) if owner else (fqn,)
+    if pattern.startswith("re:"):
+        return any(re.fullmatch(pattern[3:], name) for name in names)
+    if any(sign in pattern for sign in "*?["):
+        return any(fnmatchcase(name, pattern) for name in names)
+    return f".{pattern}." in f".{fqn}."
+
+
+def _check_pattern(pattern: object) -> str:
+    if not isinstance(pattern, str) or not pattern:
+        raise ConfigError(f"a pattern must be a non-empty text, got {pattern!r}")
+    if pattern.startswith("re:"):
+        try:
+            re.compile(pattern[3:])
+        except re.error as error:
+            raise ConfigError(f"pattern {pattern!r} is not a regular expression: {error}") from error
+    return pattern
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The scheme that a config gives to a weight, with the reason in words."""
+
+    scheme: Scheme
+    reason: str
+    asked: bool
+    """Whether a config entry, not only the default, asked for the scheme."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantConfig:
+    """A default scheme, entries ``(pattern, scheme)`` of which the first match wins, and ignores."""
+
+    scheme: str
+    entries: tuple[tuple[str, str], ...] = ()
+    ignore: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        find_scheme(self.scheme)
+        for pattern, scheme in self.entries:
+            _check_pattern(pattern)
+            find_scheme(scheme)
+        for pattern in self.ignore:
+            _check_pattern(pattern)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, object]) -> QuantConfig:
+        """From ``{"scheme": name, "config": {pattern: scheme}, "ignore": [pattern]}``."""
+        unknown = set(data) - {"scheme", "config", "ignore"}
+        if unknown:
+            raise ConfigError(f"unknown entries {sorted(unknown)}; known: scheme, config, ignore")
+        scheme = data.get("scheme")
+        if not isinstance(scheme, str):
+            raise ConfigError(f"'scheme' must be the name of a scheme, got {scheme!r}")
+        return make_config(scheme, data.get("config"), data.get("ignore"))
+
+    def to_dict(self) -> dict[str, object]:
+        """The inverse of ``from_dict``."""
+        return {"scheme": self.scheme, "config": dict(self.entries), "ignore": list(self.ignore)}
+
+    def choose(self, fqns: Iterable[str]) -> Choice:
+        """The scheme of a weight that is known under ``fqns`` (several where it is tied)."""
+        names = tuple(fqns)
+        for pattern in self.ignore:
+            if any(name_matches(pattern, name) for name in names):
+                return _float(f"ignored by {pattern!r}", asked=True)
+        for pattern, scheme in self.entries:
+            if any(name_matches(pattern, name) for name in names):
+                if scheme == "none":
+                    return _float(f"config {pattern!r} asks for none", asked=True)
+                return Choice(scheme=find_scheme(scheme), reason=f"config {pattern!r}", asked=True)
+        if self.scheme == "none":
+            return _float("scheme none", asked=False)
+        for name in names:
+            head = name.rpartition(".")[0].rpartition(".")[2]
+            if head in HEADS:
+                return _float(f"{head}: heads stay float unless a config entry asks", asked=False)
+        return Choice(scheme=find_scheme(self.scheme), reason="default scheme", asked=False)
+
+    def unmatched(self, fqns: Iterable[str]) -> tuple[str, ...]:
+        """The patterns that take none of ``fqns``."""
+        names = tuple(fqns)
+        patterns = (*(pattern for pattern, _ in self.entries), *self.ignore)
+        return tuple(p for p in patterns if not any(name_matches(p, name) for name in names))
+
+
+def _float(reason: str, *, asked: bool) -> Choice:
+    return Choice(scheme=find_scheme("none"), reason=reason, asked=asked)
+
+
+def make_config(scheme: str, config: object = None, ignore: object = None) -> QuantConfig:
+    """A checked ``QuantConfig`` from the ``scheme``, ``config`` and ``ignore`` arguments."""
+    if isinstance(config, QuantConfig):
+        if ignore is not None:
+            raise ConfigError("give `ignore` inside the QuantConfig, or both as plain arguments")
+        return config
+    if config is not None and not isinstance(config, Mapping):
+        raise ConfigError(f"`config` must map patterns to schemes, got {type(config).__name__}")
+    entries = []
+    for pattern, name in (config or {}).items():
+        if name is not None and not isinstance(name, str):
+            raise ConfigError(f"config {pattern!r}: a scheme is a name, got {name!r}")
+        entries.append((_check_pattern(pattern), name or "none"))
+    if isinstance(ignore, str) or not (ignore is None or isinstance(ignore, Iterable)):
+        raise ConfigError(f"`ignore` must be a list of patterns, got {ignore!r}")
+    patterns = tuple(_check_pattern(pattern) for pattern in (ignore or ()))
+    return QuantConfig(scheme=scheme, entries=tuple(entries), ignore=patterns)

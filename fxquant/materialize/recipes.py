@@ -1,0 +1,172 @@
+"""The load graph: a table of templates and bindings.
+
+A *recipe* computes the constants of one weight from the tensors that the checkpoint stores. Its
+*template* is a small FX graph whose placeholders ``r0, r1, ...`` are the reads; equal templates are
+kept once, and a recipe binds one to its keys. Casting, merging, transposing and quantizing a weight
+are nodes of the template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, fx
+
+from fxquant import ops as _ops  # noqa: F401 - registers the dialect
+from fxquant.capture import make_fake_mode
+from fxquant.graph import dump, placeholders, value
+from fxquant.numerics import TILE_BYTES
+from fxquant.scheme import Form
+
+fxq = torch.ops.fxquant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reads:
+    """What a recipe reads: keys with dtypes and shapes; the last ``same`` of them must equal the value.
+
+    ``convert`` makes the model's tensor of the others; None is the first as it is.
+    """
+
+    keys: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    same: int = 0
+    convert: Callable[..., Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How the constants of one weight are made: a template bound to keys."""
+
+    fqn: str
+    constants: tuple[str, ...]
+    template: int
+    keys: tuple[str, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class LoadGraph:
+    """All recipes in loading order, over deduplicated templates."""
+
+    templates: list[fx.GraphModule] = field(default_factory=list)
+    recipes: list[Recipe] = field(default_factory=list)
+    _by_text: dict[str, int] = field(default_factory=dict)
+    _by_shape: dict[tuple[object, ...], int] = field(default_factory=dict)
+
+    def add(self, fqn: str, reads: Reads, *, dtype: torch.dtype, form: Form | None) -> Recipe:
+        """Append the recipe of one weight; its template is made or found."""
+        index = self._find(fqn, reads, dtype, form)
+        constants = form.constants if form else ("value",)
+        recipe = Recipe(fqn=fqn, constants=constants, template=index, keys=reads.keys)
+        self.recipes.append(recipe)
+        return recipe
+
+    def _find(self, fqn: str, reads: Reads, dtype: torch.dtype, form: Form | None) -> int:
+        simple = reads.convert is None and not reads.same
+        shape_key = (reads.dtypes, reads.shapes, dtype, form)
+        if simple and shape_key in self._by_shape:
+            return self._by_shape[shape_key]
+        gm = make_template(fqn, reads, dtype=dtype, form=form)
+        text = dump(gm)
+        if text not in self._by_text:
+            self._by_text[text] = len(self.templates)
+            self.templates.append(gm)
+        if simple:
+            self._by_shape[shape_key] = self._by_text[text]
+        return self._by_text[text]
+
+    def dump(self) -> str:
+        """Stable text: the templates, then a line for each recipe."""
+        parts = [f"template {i}:\n{_indent(dump(gm))}" for i, gm in enumerate(self.templates)]
+        for recipe in self.recipes:
+            names = ", ".join(f"{recipe.fqn}.{name}" for name in recipe.constants)
+            parts.append(f"{names} = template {recipe.template}({', '.join(recipe.keys)})")
+        return "\n".join(parts)
+
+    def print_readable(self) -> str:
+        """The templates as code, then the recipes."""
+        codes = [gm.print_readable(print_output=False) for gm in self.templates]
+        return "\n".join([*codes, self.dump()])
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())
+
+
+def make_template(fqn: str, reads: Reads, *, dtype: torch.dtype, form: Form | None) -> fx.GraphModule:
+    """Trace the recipe of a weight of ``dtype`` and ``form`` on fakes of what is read."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    plain = len(reads.keys) - reads.same
+
+    def recipe(*tensors: Tensor) -> tuple[Tensor, ...]:
+        weight = reads.convert(*tensors[:plain]) if reads.convert else tensors[0]
+        for key, other in zip(reads.keys[plain:], tensors[plain:], strict=True):
+            fxq.check_same(weight, other, f"{fqn}: {reads.keys[0]} and {key}")
+        return _constants(weight, dtype, form)
+
+    mode = make_fake_mode()
+    with mode, torch.no_grad():
+        fakes = [torch.empty(s, dtype=d) for s, d in zip(reads.shapes, reads.dtypes, strict=True)]
+        gm = make_fx(recipe)(*fakes)
+    assert isinstance(gm, fx.GraphModule)
+    for i, node in enumerate(placeholders(gm)):
+        node.target = node.name = f"r{i}"
+    gm.recompile()
+    return gm
+
+
+def _constants(weight: Tensor, dtype: torch.dtype, form: Form | None) -> tuple[Tensor, ...]:
+    """The constants of ``form`` for the model's float ``weight`` of ``dtype``."""
+    if form is None:
+        return (weight if weight.dtype == dtype else weight.to(dtype),)
+    table = (weight.to(dtype),) if form.table else ()
+    exact = torch.promote_types(weight.dtype, dtype) == dtype
+    codes_source = weight if exact else weight.to(dtype)
+    codes_source = codes_source.t() if form.transposed else codes_source
+    codes, scale = fxq.quantize_weight(codes_source, str(form.weight))
+    return (codes, scale, *table)
+
+
+def result_vals(gm: fx.GraphModule) -> tuple[Tensor, ...]:
+    """The fake constants that a template gives."""
+    output = gm.graph.output_node().args[0]
+    return tuple(value(node) for node in output)  # type: ignore[union-attr, arg-type]
+
+
+def transient_bytes(gm: fx.GraphModule) -> int:
+    """Bytes alive at once while the template runs, beyond its constants: by liveness of its nodes."""
+    kept = {node for node in gm.graph.output_node().args[0]}  # type: ignore[union-attr]
+    last = {arg: node for node in gm.graph.nodes for arg in node.all_input_nodes}
+    live, peak = 0, 0
+    owned: dict[fx.Node, int] = {}
+    for node in gm.graph.nodes:
+        owned[node] = 0 if node in kept or _is_view(node) else _bytes(node)
+        live += owned[node]
+        peak = max(peak, live + _scratch(node))
+        live -= sum(owned.pop(arg, 0) for arg in node.all_input_nodes if last[arg] is node and arg not in kept)
+    return peak
+
+
+def _scratch(node: fx.Node) -> int:
+    """Float32 working tiles inside an op."""
+    if node.target is not fxq.quantize_weight.default:
+        return 0
+    n, k = value(node.args[0]).shape  # type: ignore[arg-type]
+    rows = max(1, TILE_BYTES // (4 * max(k, 1)))
+    return 4 * min(rows, n) * k * 4
+
+
+def _is_view(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.op == "call_function"
+    return any(returned.alias_info is not None for returned in node.target._schema.returns)
+
+
+def _bytes(node: fx.Node) -> int:
+    vals = value(node) if "val" in node.meta else None
+    parts = vals if isinstance(vals, (tuple, list)) else (vals,)
+    return sum(part.nbytes for part in parts if isinstance(part, Tensor))

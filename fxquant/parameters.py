@@ -1,0 +1,158 @@
+"""What tensors a model has, by identity: FQNs, ties, owners; and building models without weights."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fxquant.errors import MissingBufferError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightGroup:
+    """One parameter or buffer under all its FQNs, the canonical one first."""
+
+    fqns: tuple[str, ...]
+    tensor: Tensor
+    is_buffer: bool
+    persistent: bool
+
+    @property
+    def fqn(self) -> str:
+        """The canonical FQN."""
+        return self.fqns[0]
+
+
+def weight_groups(model: nn.Module) -> tuple[WeightGroup, ...]:
+    """Parameters, then buffers, each once; names that share one tensor object are one group."""
+    found: dict[int, tuple[list[str], Tensor, bool]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), ([], parameter, False))[0].append(name)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        found.setdefault(id(buffer), ([], buffer, True))[0].append(name)
+    persistent = set(model.state_dict(keep_vars=True))
+    return tuple(
+        WeightGroup(
+            fqns=tuple(names),
+            tensor=tensor,
+            is_buffer=is_buffer,
+            persistent=any(name in persistent for name in names),
+        )
+        for names, tensor, is_buffer in found.values()
+    )
+
+
+def owner_of(model: nn.Module, fqn: str) -> tuple[nn.Module, str]:
+    """The module that holds ``fqn``, and the name under which it does."""
+    path, _, name = fqn.rpartition(".")
+    return model.get_submodule(path), name
+
+
+@contextlib.contextmanager
+def meta_init() -> Iterator[None]:
+    """Build modules with parameters on the meta device and real buffers.
+
+    Use it around the model's constructor. Parameters take no memory once registered; buffers
+    (rotary tables, position ids, masks), which checkpoints often do not hold, keep the values that
+    the constructor gives them. Parameters that are tied while the model is built stay tied.
+    """
+    original = nn.Module.register_parameter
+    moved = WeakIdKeyDictionary()
+
+    def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        original(self, name, param)
+        if param is None or param.is_meta:
+            return
+        if param not in moved:
+            moved[param] = _on_meta(param)
+        self._parameters[name] = moved[param]
+
+    nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def _on_meta(param: nn.Parameter) -> nn.Parameter:
+    kept = dict(param.__dict__)
+    meta = type(param)(param.detach().to("meta"), requires_grad=param.requires_grad)
+    meta.__dict__.update(kept)
+    return meta
+
+
+def repair_buffers(model: nn.Module, held: frozenset[str]) -> tuple[str, ...]:
+    """Give buffers on meta, that no checkpoint key holds, the values their initializer would.
+
+    Returns the FQNs that were repaired. transformers models are re-initialized module by module
+    (``_init_weights``), diffusers models rebuilt from their config. ``MissingBufferError`` lists
+    what stays without a value; nothing is ever filled with zeros.
+    """
+    lost = [name for name in _meta_buffers(model) if name not in held]
+    if not lost:
+        return ()
+    donor = _rebuilt(model)
+    if donor is not None:
+        for name in lost:
+            owner, key = owner_of(model, name)
+            source, _ = owner_of(donor, name)
+            owner._buffers[key] = source._buffers[key]
+    elif hasattr(type(model), "_init_weights"):
+        _initialize_buffers(model, lost)
+    left = [name for name in _meta_buffers(model) if name not in held]
+    if left:
+        raise MissingBufferError(
+            f"buffers on the meta device that no checkpoint key holds: {', '.join(left[:10])}"
+            f"{' and more' if len(left) > 10 else ''}. Build the model under fxquant.meta_init(), "
+            "which keeps buffers real, instead of torch.device('meta')."
+        )
+    return tuple(lost)
+
+
+def _meta_buffers(model: nn.Module) -> list[str]:
+    return [name for name, buffer in model.named_buffers(remove_duplicate=False) if buffer.is_meta]
+
+
+def _rebuilt(model: nn.Module) -> nn.Module | None:
+    """The same diffusers model, built again from its config with real buffers."""
+    if not any(base.__module__.startswith("diffusers.") for base in type(model).__mro__):
+        return None
+    with meta_init():
+        return type(model).from_config(model.config)  # type: ignore[attr-defined,no-any-return]
+
+
+def _initialize_buffers(model: nn.Module, lost: list[str]) -> None:
+    """Run transformers' own ``_init_weights`` on every module, with its buffers off meta."""
+    undefined: dict[str, Tensor] = {}
+    for name in lost:
+        owner, key = owner_of(model, name)
+        buffer = owner._buffers[key]
+        assert buffer is not None
+        undefined[name] = torch.full_like(buffer, _mark(buffer), device="cpu")
+        owner._buffers[key] = undefined[name]
+    with torch.no_grad():
+        for module in model.modules():
+            model._init_weights(module)  # type: ignore[operator]
+    for name in lost:
+        owner, key = owner_of(model, name)
+        buffer = owner._buffers[key]
+        if buffer is undefined[name] and _untouched(buffer):
+            owner._buffers[key] = buffer.to("meta")
+
+
+def _mark(buffer: Tensor) -> float | int | bool:
+    """A value that tells a buffer nobody wrote: NaN, the smallest integer, True."""
+    if buffer.dtype.is_floating_point or buffer.dtype.is_complex:
+        return float("nan")
+    return True if buffer.dtype is torch.bool else torch.iinfo(buffer.dtype).min
+
+
+def _untouched(buffer: Tensor) -> bool:
+    if buffer.dtype.is_floating_point or buffer.dtype.is_complex:
+        return bool(buffer.isnan().any())
+    return bool((buffer == _mark(buffer)).all())

@@ -1,0 +1,33 @@
+"""The rewrites, one per file, and their order."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from functools import partial
+
+from torch import fx
+
+from fxquant.pass_manager import Pass, PassResult, run_passes
+from fxquant.passes.expand_weights import expand_weights
+from fxquant.passes.lower_to_target import lower_to_target
+from fxquant.passes.quantize_linear import quantize_linear
+from fxquant.passes.share_quantize_act import share_quantize_act
+from fxquant.scheme import Form
+from fxquant.target import Target
+
+
+def rewrite(
+    gm: fx.GraphModule,
+    forms: Mapping[str, Form],
+    target: Target,
+    *,
+    disable: Collection[str] = (),
+) -> tuple[PassResult, ...]:
+    """Rewrite ``gm`` in place so that the placeholders named in ``forms`` hold their constants."""
+    passes: tuple[Pass, ...] = (
+        partial(expand_weights, forms=forms),
+        quantize_linear,
+        share_quantize_act,
+        partial(lower_to_target, target=target),
+    )
+    return run_passes(gm, passes, disable=disable)

@@ -1,0 +1,104 @@
+"""Decides the form of a weight from its uses, the config and the target.
+
+The decision comes before any rewrite, and every graph, ahead of time or at run time, is rewritten
+after it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fxquant.config import Choice
+from fxquant.graph import target_name
+from fxquant.passes.weight_uses import LinearUse, OtherUse
+from fxquant.scheme import Form
+from fxquant.target import Refusal, Target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """A use of a weight, apart from the graph it was found in."""
+
+    op: str
+    k_axis: int | None
+    refusal: str = ""
+    lookup: bool = False
+
+    @staticmethod
+    def of(use: LinearUse | OtherUse) -> Use:
+        name = target_name(use.node)
+        if isinstance(use, LinearUse):
+            return Use(op=name, k_axis=use.k_axis)
+        return Use(op=name, k_axis=None, refusal=use.reason, lookup=use.lookup)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The form of a weight (None: float) and why."""
+
+    form: Form | None
+    reason: str
+    asked: bool = False
+    """Whether a scheme was asked for, so that staying float is a refusal."""
+
+
+def describe(uses: Sequence[Use]) -> tuple[str, ...]:
+    """``("aten.linear x2", "aten.embedding")``."""
+    counts = Counter(use.op for use in uses)
+    return tuple(f"{op} x{n}" if n > 1 else op for op, n in counts.items())
+
+
+def choose_form(
+    uses: Sequence[Use], shape: Sequence[int], dtype: torch.dtype, choice: Choice, target: Target
+) -> Decision:
+    """The form of a parameter of ``shape`` and ``dtype`` with these ``uses``."""
+    scheme = choice.scheme
+    if scheme.weight is None:
+        return Decision(form=None, reason=choice.reason)
+    linears = [use for use in uses if use.k_axis is not None]
+    others = [use for use in uses if use.k_axis is None]
+    if not linears:
+        why = others[0].refusal if others else "not used by the captured graphs"
+        return Decision(form=None, reason=why)
+    tied = any(use.lookup for use in others)
+    if tied and not choice.asked:
+        return Decision(form=None, reason="head tied to an embedding: stays float unless a config entry asks")
+    refusal = _refuse(linears, others, shape, dtype, choice, target)
+    if refusal is not None:
+        return Decision(form=None, reason=refusal.reason, asked=True)
+    transposed = linears[0].k_axis == 0
+    form = Form(scheme=scheme.name, transposed=transposed, table=tied)
+    layout = ", [in, out] layout" if transposed else ""
+    table = ", exact float table kept for look-ups" if tied else ""
+    return Decision(form=form, reason=f"{choice.reason}{layout}{table}", asked=True)
+
+
+def _refuse(
+    linears: Sequence[Use],
+    others: Sequence[Use],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    choice: Choice,
+    target: Target,
+) -> Refusal | None:
+    """Why a weight that a scheme was asked for cannot take it."""
+    blocked = [use for use in others if not use.lookup]
+    if blocked:
+        return Refusal(reason=f"also {blocked[0].refusal}")
+    if dtype not in choice.scheme.dtypes:
+        known = ", ".join(str(d).removeprefix("torch.") for d in choice.scheme.dtypes)
+        return Refusal(reason=f"scheme {choice.scheme.name} takes {known}, not {dtype}")
+    axes = {use.k_axis for use in linears}
+    if len(axes) > 1:
+        return Refusal(reason="contracted along both axes, so no axis can hold the scales")
+    (k_axis,) = axes
+    assert k_axis is not None
+    n, k = shape[1 - k_axis], shape[k_axis]
+    if n == 0 or k == 0:
+        return Refusal(reason="the weight is empty")
+    admitted = target.admits("fxquant::scaled_mm", n=n, k=k)
+    return admitted if isinstance(admitted, Refusal) else None

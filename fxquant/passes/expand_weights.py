@@ -1,0 +1,72 @@
+"""Replaces quantized parameters by their constants.
+
+Before: ``w : bfloat16[N, K]``, a placeholder.
+After: ``w_codes : int8[N, K]``, ``w_scale : float32[N, 1]`` and
+``dequantize_weight(w_codes, w_scale, bfloat16)``, so that every use sees the float values that the
+codes stand for; uses that can take codes are rewritten later. A ``[K, N]`` parameter gets a ``t``.
+The new placeholders carry the ``Form`` in ``meta["form"]``, which tells later passes the scheme.
+Look-ups of a form with a table read ``w_table : bfloat16[N, K]``, the exact floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from fxquant.errors import QuantizedWeightError
+from fxquant.graph import call, fake_mode_of, placeholders, value
+from fxquant.ops import dequantize_weight as _  # noqa: F401 - registers the dialect
+from fxquant.passes.weight_uses import OtherUse, weight_uses
+from fxquant.scheme import Form
+
+aten = torch.ops.aten
+
+
+def expand_weights(gm: fx.GraphModule, forms: Mapping[str, Form]) -> int:
+    """Replace each placeholder named in ``forms``; the number of them."""
+    count = 0
+    for node in placeholders(gm):
+        form = forms.get(str(node.target))
+        if form is not None:
+            _expand(gm, node, form)
+            count += 1
+    return count
+
+
+def _expand(gm: fx.GraphModule, node: fx.Node, form: Form) -> None:
+    uses = weight_uses(node)
+    for use in uses:
+        if isinstance(use, OtherUse) and use.writes:
+            raise QuantizedWeightError(
+                f"{node.target}: the model writes to a quantized weight ({use.reason}), and the write "
+                f"would be lost. Keep it float: ignore=[...] with its name."
+            )
+    mode, val = fake_mode_of(gm), value(node)
+    n, k = tuple(val.shape)[::-1] if form.transposed else tuple(val.shape)
+    with mode:
+        vals = {
+            "codes": torch.empty((n, k), dtype=torch.int8, device=val.device),
+            "scale": torch.empty((n, 1), dtype=torch.float32, device=val.device),
+            "table": torch.empty(val.shape, dtype=val.dtype, device=val.device),
+        }
+    parts = {}
+    with gm.graph.inserting_before(node):
+        for name in form.constants:
+            parts[name] = gm.graph.placeholder(f"{node.target}_{name}")
+            parts[name].meta["val"] = vals[name]
+            parts[name].meta["form"] = form
+    users = tuple(node.users)
+    last = placeholders(gm)[-1]
+    with gm.graph.inserting_after(last):
+        anchor = call(gm, torch.ops.fxquant.dequantize_weight.default, (parts["codes"], parts["scale"], val.dtype))
+    floats = anchor
+    if form.transposed:
+        with gm.graph.inserting_after(anchor):
+            floats = call(gm, aten.t.default, (anchor,))
+    lookups = {use.node for use in uses if isinstance(use, OtherUse) and use.lookup}
+    for user in users:
+        exact = form.table and user in lookups
+        user.replace_input_with(node, parts["table"] if exact else floats)
+    gm.graph.erase_node(node)

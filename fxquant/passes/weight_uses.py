@@ -1,0 +1,231 @@
+"""Finds what a graph does with a weight: the one analysis behind both planning and rewriting.
+
+A weight's value is followed forward through views, casts and cuts to the ops that consume it. A
+``LinearUse`` can take codes; an ``OtherUse`` cannot, and says why.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxquant.graph import is_call, is_tensor, target_name, value
+from fxquant.ops import FLOATS
+
+aten = torch.ops.aten
+
+SAME = (
+    aten.alias.default,
+    aten.detach.default,
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.lift_fresh.default,
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.to.device,
+    aten.to.other,
+    aten._to_copy.default,
+    aten.view.default,
+    aten.reshape.default,
+    aten.expand.default,
+)
+"""Ops that give the weight's values again, perhaps cast, when the shape stays."""
+
+SWAPS = (aten.t.default, aten.numpy_T.default, aten.mT.default)
+PARTS = (
+    aten.chunk.default,
+    aten.split.Tensor,
+    aten.split.sizes,
+    aten.split_with_sizes.default,
+    aten.tensor_split.sections,
+    aten.tensor_split.indices,
+)
+MATMULS = (aten.matmul.default, aten.mm.default)
+LOOKUPS = (aten.embedding.default,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A slice ``[start:stop:step]`` along an axis of the weight as it is stored."""
+
+    axis: int
+    start: int
+    stop: int
+    step: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearUse:
+    """``x @ w`` with the weight's ``k_axis`` contracted, after ``cuts``; ``bias`` is ``[N]`` or None."""
+
+    node: fx.Node
+    x: fx.Node
+    bias: fx.Node | None
+    k_axis: int
+    cuts: tuple[Cut, ...]
+    n: int
+    k: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherUse:
+    """A use that cannot take codes, with the reason in words."""
+
+    node: fx.Node
+    reason: str
+    lookup: bool = False
+    writes: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _View:
+    node: fx.Node
+    axes: tuple[int, ...]
+    cuts: tuple[Cut, ...]
+
+
+def weight_uses(source: fx.Node) -> list[LinearUse | OtherUse]:
+    """Every use of the rank-2 weight that ``source`` stands for, in graph order."""
+    uses: list[LinearUse | OtherUse] = []
+    stack = [_View(node=source, axes=tuple(range(value(source).dim())), cuts=())]
+    while stack:
+        view = stack.pop()
+        for user in view.node.users:
+            views = None if _writes(user, view.node) else _views_of(user, view)
+            if views is None:
+                uses.append(_terminal_use(user, view))
+            else:
+                stack.extend(views)
+    order = {node: i for i, node in enumerate(source.graph.nodes)}
+    return sorted(uses, key=lambda use: order[use.node])
+
+
+def _views_of(user: fx.Node, view: _View) -> list[_View] | None:
+    """The views that ``user`` gives of the weight, or None where it consumes it."""
+    if user.op != "call_function" or user.args[:1] != (view.node,):
+        return None
+    target, axes = user.target, view.axes
+    if target in PARTS:
+        return list(_parts_of(user, view))
+    if not is_tensor(user) or value(user).dtype not in FLOATS:
+        return None
+    if target in SAME:
+        same = value(user).shape == value(view.node).shape
+        return [_View(node=user, axes=axes, cuts=view.cuts)] if same else None
+    if target in SWAPS and len(axes) == 2:
+        return [_View(node=user, axes=axes[::-1], cuts=view.cuts)]
+    if target is aten.transpose.int:
+        first, second = (int(d) % len(axes) for d in user.args[1:3])
+        order = list(axes)
+        order[first], order[second] = order[second], order[first]
+        return [_View(node=user, axes=tuple(order), cuts=view.cuts)]
+    if target is aten.permute.default:
+        dims = [int(d) % len(axes) for d in user.args[1]]
+        return [_View(node=user, axes=tuple(axes[d] for d in dims), cuts=view.cuts)]
+    if target in (aten.slice.Tensor, aten.narrow.default):
+        return _slice_of(user, view)
+    return None
+
+
+def _slice_of(user: fx.Node, view: _View) -> list[_View] | None:
+    args = [*user.args[1:], *([None] * 4)]
+    if not all(arg is None or isinstance(arg, int) for arg in args):
+        return None
+    dim, start, third, step = (int(args[0] or 0), args[1] or 0, args[2], args[3] or 1)
+    size = value(view.node).shape[dim]
+    if user.target is aten.narrow.default:
+        start = start + size if start < 0 else start
+        third, step = start + third, 1
+    first, last, stride = slice(start, third, step).indices(size)
+    cut = Cut(axis=view.axes[dim], start=first, stop=last, step=stride)
+    return [_View(node=user, axes=view.axes, cuts=(*view.cuts, cut))]
+
+
+def _parts_of(user: fx.Node, view: _View) -> Iterator[_View]:
+    """Views of the parts that a split or chunk gives, through the ``getitem`` nodes that take them."""
+    if "dim" in user.kwargs:
+        dim = int(user.kwargs["dim"])
+    else:
+        dim = int(user.args[2]) if len(user.args) > 2 else 0
+    sizes = [part.shape[dim] for part in value(user)]
+    for taker in user.users:
+        if not is_call(taker, operator.getitem):
+            yield _View(node=user, axes=view.axes, cuts=view.cuts)
+            return
+        index = int(taker.args[1])
+        start = sum(sizes[: index % len(sizes)])
+        cut = Cut(axis=view.axes[dim], start=start, stop=start + sizes[index])
+        yield _View(node=taker, axes=view.axes, cuts=(*view.cuts, cut))
+
+
+def _terminal_use(user: fx.Node, view: _View) -> LinearUse | OtherUse:
+    if _writes(user, view.node):
+        return OtherUse(node=user, reason=f"written in place by {target_name(user)}", writes=True)
+    if user.op == "output":
+        return OtherUse(node=user, reason="returned by the model")
+    if is_call(user, *LOOKUPS) and user.args[0] is view.node:
+        return OtherUse(node=user, reason="embedding look-up", lookup=True)
+    matched = _match_linear(user, view)
+    return matched if isinstance(matched, LinearUse) else OtherUse(node=user, reason=matched)
+
+
+def _match_linear(user: fx.Node, view: _View) -> LinearUse | str:
+    """The linear use that ``user`` is, or why it is none."""
+    name = target_name(user)
+    operands = _operands(user)
+    if operands is None:
+        return f"used by {name}, which cannot take codes"
+    x, w, bias, k_first = operands
+    if w is not view.node or x is view.node or bias is view.node:
+        return f"used by {name} as something else than the weight"
+    if len(view.axes) != 2:
+        return f"used by {name} with rank {len(view.axes)}"
+    if not is_tensor(x) or value(x).dtype not in FLOATS or value(user).dtype not in FLOATS:
+        return f"used by {name} with an activation that is not {', '.join(str(d) for d in FLOATS)}"
+    k_dim = 0 if k_first else 1
+    n, k = value(w).shape[1 - k_dim], value(w).shape[k_dim]
+    if bias is not None and tuple(value(bias).shape) != (n,):
+        return f"used by {name} with an addend of shape {tuple(value(bias).shape)}, not [{n}]"
+    return LinearUse(
+        node=user, x=x, bias=bias, k_axis=view.axes[k_dim], cuts=view.cuts, n=int(n), k=int(k)
+    )
+
+
+def _operands(user: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, bool] | None:
+    """``(x, weight, bias, whether K is the weight's first axis)`` of a matmul-like call."""
+    args: tuple[Any, ...] = user.args
+    if is_call(user, aten.linear.default):
+        bias = args[2] if len(args) > 2 else user.kwargs.get("bias")
+        return args[0], args[1], bias, False
+    if is_call(user, *MATMULS):
+        return args[0], args[1], None, True
+    if is_call(user, aten.addmm.default):
+        plain = all(user.kwargs.get(name, 1) == 1 for name in ("beta", "alpha"))
+        return (args[1], args[2], args[0], True) if plain else None
+    return None
+
+
+def _writes(user: fx.Node, node: fx.Node) -> bool:
+    """Whether ``user`` mutates ``node``."""
+    if not isinstance(user.target, torch._ops.OpOverload) or not user.target._schema.is_mutable:
+        return False
+    return any(arg is node for arg in mutated_args(user))
+
+
+def mutated_args(node: fx.Node) -> list[fx.Node]:
+    """The arguments that a call writes to, after its schema."""
+    target: Callable[..., Any] | str = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return []
+    found: list[fx.Node] = []
+    for i, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+        fx.node.map_arg(given, found.append)
+    return found

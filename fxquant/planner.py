@@ -1,0 +1,287 @@
+"""Makes the Plan: names, uses, forms, recipes and their order, before a byte of weights is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxquant.capture_model import ModelCapture, capture_model
+from fxquant.checkpoint import Checkpoint, KeyEntry, KeyMap, TensorInfo, require_complete, resolve_keys
+from fxquant.config import QuantConfig
+from fxquant.errors import ExtraWeightError, RefusedError, WeightMismatchError
+from fxquant.materialize.recipes import LoadGraph, Reads, result_vals, transient_bytes
+from fxquant.materialize.schedule import Unit, make_units, predict_peak, resident_bytes
+from fxquant.parameters import WeightGroup, owner_of, repair_buffers, weight_groups
+from fxquant.passes.choose_form import Decision, Use, choose_form, describe
+from fxquant.passes.weight_uses import weight_uses
+from fxquant.plan import Plan, Stored, WeightPlan
+from fxquant.runtime.shell import untraceable
+from fxquant.scheme import Form
+from fxquant.target import Target
+
+WALKED = "in no captured graph, planned by module walk"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The arguments of ``compile``, ``plan`` and ``lower`` after checking."""
+
+    backend: str
+    device: torch.device
+    target: Target
+    config: QuantConfig
+    example_inputs: object = None
+    dynamic: bool = True
+    key_map: Mapping[str, str] | Callable[[str], str | None] | None = None
+    strict: bool = False
+    disable_passes: tuple[str, ...] = ()
+    whole: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A plan with what is needed to carry it out."""
+
+    plan: Plan
+    groups: tuple[WeightGroup, ...]
+    forms: Mapping[str, Form]
+    graph: LoadGraph
+    units: tuple[Unit, ...]
+    capture: ModelCapture
+
+
+def make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request) -> Planned:
+    """Plan ``model``; ``checkpoint=None`` plans from the model's own sizes."""
+    groups, keymap = _match_keys(model, checkpoint, request)
+    loaded = tuple(group for group in groups if group.fqn in keymap.entries)
+    capture = capture_model(
+        model, request.example_inputs, device=request.device, dynamic=request.dynamic, whole=request.whole
+    )
+    uses = _uses(model, groups, capture)
+    decisions = {group.fqn: _decide(group, uses[group.fqn], request) for group in loaded}
+    _check_strict(decisions, keymap, request, capture)
+    forms = {fqn: decision.form for fqn, decision in decisions.items() if decision.form is not None}
+    graph = LoadGraph()
+    for group in loaded:
+        reads = _reads(group, keymap.entries[group.fqn], checkpoint)
+        graph.add(group.fqn, reads, dtype=group.tensor.dtype, form=forms.get(group.fqn))
+        _check_shape(graph, group, forms.get(group.fqn), reads, checkpoint)
+    units = make_units(graph, checkpoint.infos if checkpoint else {})
+    rows = _rows(loaded, keymap, checkpoint, decisions, uses, graph)
+    plan = Plan(
+        backend=request.backend,
+        target=request.target.name,
+        scheme=request.config.scheme,
+        config=_json_config(request.config),
+        checkpoint=_identity(checkpoint),
+        capture=capture.how,
+        weights=rows,
+        order=tuple(recipe.fqn for unit in units for recipe in unit.recipes),
+        kernels={op: asdict(kernel) for op, kernel in request.target.kernels.items()} if forms else {},
+        rewrites={"linear": sum(use.k_axis is not None for fqn in forms for use in uses[fqn])},
+        unmatched=request.config.unmatched(name for group in groups for name in group.fqns),
+        extra=keymap.extra,
+        notes=(*keymap.notes, *_run_notes(model, capture)),
+        predicted_peak={request.device.type: predict_peak(graph, units)},
+    )
+    return Planned(plan=plan, groups=loaded, forms=forms, graph=graph, units=units, capture=capture)
+
+
+def _json_config(config: QuantConfig) -> dict[str, Any]:
+    return {"scheme": config.scheme, "config": [list(e) for e in config.entries], "ignore": list(config.ignore)}
+
+
+def _identity(checkpoint: Checkpoint | None) -> str:
+    if checkpoint is None:
+        return "none: planned from the model's own sizes"
+    return "stream" if checkpoint.streaming else checkpoint.identity
+
+
+def _match_keys(
+    model: nn.Module, checkpoint: Checkpoint | None, request: Request
+) -> tuple[tuple[WeightGroup, ...], KeyMap]:
+    """The model's tensors, after repair of its buffers, and the keys that hold them."""
+    groups = weight_groups(model)
+    if checkpoint is None or checkpoint.streaming:
+        entries = {g.fqn: _own_entry(g) for g in groups if not g.is_buffer}
+        repair_buffers(model, frozenset())
+        return weight_groups(model), KeyMap(entries=entries, missing=(), extra=(), notes=())
+    wanted = [group for group in groups if group.persistent]
+    optional = {group.fqn for group in wanted if group.is_buffer}
+    keymap = resolve_keys(
+        [group.fqns for group in wanted],
+        checkpoint,
+        key_map=request.key_map,
+        model=model,
+        optional=optional,
+    )
+    require_complete(keymap, checkpoint)
+    held = frozenset(name for g in wanted if g.fqn in keymap.entries for name in g.fqns)
+    repair_buffers(model, held)
+    if request.strict and keymap.extra:
+        raise ExtraWeightError(
+            f"strict: {checkpoint.location} holds {len(keymap.extra)} tensors that the model does not "
+            f"use: {', '.join(keymap.extra[:10])}"
+        )
+    return weight_groups(model), keymap
+
+
+def _own_entry(group: WeightGroup) -> KeyEntry:
+    return KeyEntry(fqn=group.fqn, keys=(group.fqn,), convert=None, same=(), rule="the model's own name")
+
+
+def _uses(
+    model: nn.Module, groups: tuple[WeightGroup, ...], capture: ModelCapture
+) -> dict[str, list[Use]]:
+    """Uses of every tensor by canonical FQN, from the captured graphs, else by its owner's type."""
+    canonical = {name: group.fqn for group in groups for name in group.fqns}
+    uses: dict[str, list[Use]] = {group.fqn: [] for group in groups}
+    for captured in capture.graphs:
+        for node in captured.gm.graph.find_nodes(op="placeholder"):
+            name = captured.tensors.get(str(node.target))
+            if name in canonical:
+                uses[canonical[name]] += [Use.of(use) for use in weight_uses(node)]
+    for group in groups:
+        if not uses[group.fqn]:
+            uses[group.fqn] = [use for name in group.fqns for use in _walked(model, name)]
+    return uses
+
+
+def _walked(model: nn.Module, fqn: str) -> list[Use]:
+    """What a module walk knows of a parameter's use: linear-like owners and embeddings."""
+    owner, name = owner_of(model, fqn)
+    if name == "weight" and isinstance(owner, nn.Linear):
+        return [Use(op=f"nn.Linear ({WALKED})", k_axis=1)]
+    if name == "weight" and isinstance(owner, nn.Embedding):
+        return [Use(op="nn.Embedding", k_axis=None, refusal="embedding look-up", lookup=True)]
+    if name == "weight" and type(owner).__name__ == "Conv1D" and hasattr(owner, "nf"):
+        return [Use(op=f"Conv1D ({WALKED})", k_axis=0)]
+    return [Use(op="unknown", k_axis=None, refusal="use unknown: pass example_inputs")]
+
+
+def _decide(group: WeightGroup, uses: list[Use], request: Request) -> Decision:
+    if group.is_buffer:
+        return Decision(form=None, reason="buffer")
+    choice = request.config.choose(group.fqns)
+    return choose_form(uses, tuple(group.tensor.shape), group.tensor.dtype, choice, request.target)
+
+
+def _check_strict(
+    decisions: Mapping[str, Decision], keymap: KeyMap, request: Request, capture: ModelCapture
+) -> None:
+    if not request.strict:
+        return
+    refused = {fqn: d.reason for fqn, d in decisions.items() if d.asked and d.form is None}
+    if refused:
+        lines = "\n".join(f"  {fqn}: {reason}" for fqn, reason in list(refused.items())[:10])
+        raise RefusedError(f"strict: {len(refused)} weights would stay float:\n{lines}")
+    if not capture.graphs:
+        raise RefusedError("strict: the model was not traced; pass example_inputs=...")
+
+
+def _infos(entry: KeyEntry, group: WeightGroup, checkpoint: Checkpoint | None) -> list[TensorInfo]:
+    """What is known of the entry's keys; without a checkpoint, the model's own dtype and shape."""
+    keys = (*entry.keys, *entry.same)
+    if checkpoint is not None and not checkpoint.streaming:
+        return [checkpoint.info(key) for key in keys]
+    tensor = group.tensor
+    own = {"dtype": tensor.dtype, "shape": tuple(tensor.shape), "nbytes": tensor.nbytes}
+    return [TensorInfo(key=key, file=None, offset=None, **own) for key in keys]  # type: ignore[arg-type]
+
+
+def _reads(group: WeightGroup, entry: KeyEntry, checkpoint: Checkpoint | None) -> Reads:
+    infos = _infos(entry, group, checkpoint)
+    for info in infos:
+        _check_dtype(group, info, checkpoint)
+    return Reads(
+        keys=(*entry.keys, *entry.same),
+        dtypes=tuple(info.dtype for info in infos),
+        shapes=tuple(info.shape for info in infos),
+        same=len(entry.same),
+        convert=entry.convert,
+    )
+
+
+def _check_dtype(group: WeightGroup, info: TensorInfo, checkpoint: Checkpoint | None) -> None:
+    """Floats may be cast to floats; everything else must be stored as the model has it."""
+    wide = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    wanted = group.tensor.dtype
+    if info.dtype == wanted or (info.dtype in wide and wanted in wide):
+        return
+    where = f"{info.file or (checkpoint.location if checkpoint else 'model')}: tensor {info.key!r}"
+    raise WeightMismatchError(
+        f"{where} is stored as {info.dtype}, but {group.fqn} is {wanted}. If the checkpoint is quantized, "
+        "its format is not read yet: give a float checkpoint."
+    )
+
+
+def _check_shape(
+    graph: LoadGraph, group: WeightGroup, form: Form | None, reads: Reads, checkpoint: Checkpoint | None
+) -> None:
+    gm = graph.templates[graph.recipes[-1].template]
+    got = tuple(result_vals(gm)[0].shape)
+    got = got[::-1] if form is not None and form.transposed else got
+    if got != tuple(group.tensor.shape):
+        where = checkpoint.location if checkpoint else "model"
+        stored = ", ".join(f"{k} {list(s)}" for k, s in zip(reads.keys, reads.shapes, strict=True))
+        raise WeightMismatchError(
+            f"{where}: {group.fqn} has shape {list(group.tensor.shape)}, the checkpoint gives {list(got)} "
+            f"(from {stored}). Check that the model's config belongs to this checkpoint."
+        )
+
+
+def _rows(
+    groups: tuple[WeightGroup, ...],
+    keymap: KeyMap,
+    checkpoint: Checkpoint | None,
+    decisions: Mapping[str, Decision],
+    uses: Mapping[str, list[Use]],
+    graph: LoadGraph,
+) -> tuple[WeightPlan, ...]:
+    recipes = {recipe.fqn: recipe for recipe in graph.recipes}
+    rows = []
+    for group in groups:
+        entry, decision, recipe = keymap.entries[group.fqn], decisions[group.fqn], recipes[group.fqn]
+        stored = [_stored(info) for info in _infos(entry, group, checkpoint)]
+        count = len(entry.keys)
+        rows.append(
+            WeightPlan(
+                fqn=group.fqn,
+                aliases=group.fqns[1:],
+                kind="buffer" if group.is_buffer else "parameter",
+                shape=tuple(group.tensor.shape),
+                dtype=str(group.tensor.dtype).removeprefix("torch."),
+                scheme=decision.form.scheme if decision.form else "none",
+                form=str(decision.form) if decision.form else "float",
+                reason=decision.reason,
+                uses=describe(uses[group.fqn]),
+                stored=tuple(stored[:count]),
+                same=tuple(stored[count:]),
+                rule=entry.rule,
+                float_bytes=group.tensor.numel() * group.tensor.element_size(),
+                resident_bytes=resident_bytes(graph, recipe),
+                transient_bytes=transient_bytes(graph.templates[recipe.template]),
+            )
+        )
+    return tuple(rows)
+
+
+def _stored(info: TensorInfo) -> Stored:
+    return Stored(
+        key=info.key,
+        file=info.file,
+        offset=info.offset,
+        nbytes=info.nbytes,
+        dtype=str(info.dtype).removeprefix("torch."),
+        shape=tuple(info.shape),
+    )
+
+
+def _run_notes(model: nn.Module, capture: ModelCapture) -> tuple[str, ...]:
+    lost = untraceable(model)
+    problems = tuple(f"not captured whole: {problem}" for problem in capture.problems)
+    return problems if lost is None else (*problems, lost)

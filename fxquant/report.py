@@ -1,0 +1,101 @@
+"""What happened to a compiled model: its plan, peaks, graphs and fallbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from fxquant.errors import ConfigError
+from fxquant.materialize.execute import Loaded
+from fxquant.plan import MIB, Plan
+from fxquant.runtime.state import RunState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadRecord:
+    """What is kept with a model after loading."""
+
+    plan: Plan
+    measured_peak: Mapping[str, int]
+    seconds: float
+    read_bytes: int
+
+    @staticmethod
+    def of(plan: Plan, loaded: Loaded) -> LoadRecord:
+        return LoadRecord(
+            plan=plan, measured_peak=loaded.peak, seconds=loaded.seconds, read_bytes=loaded.read_bytes
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The result of ``fxquant.report(model)``. Bytes are of live tensors, by device type.
+
+    ``graphs``: compiled graphs by frame; ``recompiles``: those beyond the first of a frame;
+    ``rewritten``: linear ops rewritten in them; ``eager_linears``: quantized calls outside of
+    compiled graphs; ``fallbacks``: uses of quantized weights that computed with float values, by
+    site in ``fallback_sites``; ``unnormalized``: graphs that run without rewriting, and why.
+    """
+
+    plan: Plan
+    measured_peak: Mapping[str, int]
+    load_seconds: float
+    read_bytes: int
+    graphs: Mapping[str, int]
+    recompiles: int
+    rewritten: int
+    eager_linears: int
+    fallbacks: int
+    fallback_sites: Mapping[str, int]
+    unnormalized: tuple[str, ...]
+
+    @property
+    def quantized(self) -> int:
+        """Number of weights held as codes."""
+        return len(self.plan.quantized)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of all weights after loading."""
+        return self.plan.resident_bytes
+
+    @property
+    def float_bytes(self) -> int:
+        """Bytes of all weights in the model's own dtypes."""
+        return self.plan.float_bytes
+
+    def __str__(self) -> str:
+        peaks = ", ".join(f"{size / MIB:.1f} MiB on {device}" for device, size in self.measured_peak.items())
+        lines = [
+            f"{self.quantized} quantized weights, {self.float_bytes / MIB:.1f} -> {self.resident_bytes / MIB:.1f} MiB",
+            f"loaded {self.read_bytes / MIB:.1f} MiB in {self.load_seconds:.2f} s, measured peak {peaks}",
+            f"{sum(self.graphs.values())} graphs over {len(self.graphs)} frames, {self.rewritten} linears "
+            f"rewritten in them, {self.eager_linears} quantized calls outside, {self.fallbacks} fallbacks",
+            *(f"  fallback: {site} x{count}" for site, count in self.fallback_sites.items()),
+            *(f"  not rewritten: {reason}" for reason in self.unnormalized),
+        ]
+        return "\n".join(lines)
+
+
+def report(model: nn.Module) -> Report:
+    """What happened to ``model``, which ``fxquant.compile`` returned (or a copy of it)."""
+    record = model.__dict__.get("_fxquant_load")
+    shell = model.__dict__.get("_fxquant_shell")
+    if record is None or shell is None:
+        raise ConfigError(f"{type(model).__name__} was not compiled by fxquant.compile")
+    state: RunState = shell.state
+    return Report(
+        plan=record.plan,
+        measured_peak=record.measured_peak,
+        load_seconds=record.seconds,
+        read_bytes=record.read_bytes,
+        graphs=dict(state.graphs),
+        recompiles=state.recompiles,
+        rewritten=state.rewritten,
+        eager_linears=state.eager_linears,
+        fallbacks=sum(state.fallbacks.values()),
+        fallback_sites=dict(state.fallbacks),
+        unnormalized=tuple(state.unnormalized),
+    )

@@ -1,0 +1,139 @@
+"""Compiles a graph of ``torch.compile``: normalize, rewrite after the forms, bind constants, run.
+
+The constants are inputs of the compiled graph and are read from the arguments of each call: Dynamo
+reuses one graph for many layers, so a constant must never be baked into it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.capture import normalize
+from fxquant.errors import CaptureError
+from fxquant.graph import placeholders
+from fxquant.pass_manager import trace
+from fxquant.passes import rewrite
+from fxquant.runtime.quantized_weight import QuantizedWeight
+from fxquant.runtime.state import RunState
+from fxquant.scheme import Form
+from fxquant.target import Target
+
+log = logging.getLogger("fxquant.runtime")
+
+Compiled = Callable[..., Any]
+GetConstants = Callable[[Any], Sequence[Tensor]]
+
+
+def compile_graph(
+    gm: fx.GraphModule,
+    fakes: Sequence[Any],
+    forms: Mapping[int, Form],
+    constants_of: GetConstants,
+    *,
+    target: Target,
+    inner: str | Compiled,
+    state: RunState,
+) -> Compiled:
+    """Rewrite a Dynamo graph and compile the result with ``inner``.
+
+    ``fakes`` stand for the placeholders; ``forms`` gives the form of those that are quantized
+    weights, by position; ``constants_of`` takes their constants from a call's argument.
+    """
+    flat = normalize(gm, fakes)
+    names = [str(node.target) for node in placeholders(flat)]
+    results = rewrite(flat, {names[i]: form for i, form in forms.items()}, target)
+    counts = {result.name: result.rewrites for result in results}
+    state.rewritten += counts["quantize_linear"]
+    _count_floats_left(flat, state)
+    trace("run_graph", flat, {"rewrites": counts})
+    run = compile_inner(flat, inner)
+
+    def call(*args: Any) -> Any:
+        given: list[Any] = []
+        for i, arg in enumerate(args):
+            if i in forms:
+                given.extend(constants_of(arg))
+            else:
+                given.append(arg)
+        return run(*given)
+
+    return call
+
+
+def _count_floats_left(gm: fx.GraphModule, state: RunState) -> None:
+    """Uses of a quantized weight that the rewritten graph computes with its float values."""
+    for node in gm.graph.find_nodes(
+        op="call_function", target=torch.ops.fxquant.dequantize_weight.default
+    ):
+        for user in node.users:
+            state.fallbacks[f"{node.args[0]} in {user.target} (compiled)"] += 1
+
+
+def compile_inner(gm: fx.GraphModule, inner: str | Compiled) -> Compiled:
+    """Hand the rewritten graph to the inner compiler."""
+    if inner == "eager":
+        return gm.forward
+    inputs = [node.meta["val"] for node in placeholders(gm)]
+    if callable(inner):
+        return inner(gm, inputs)  # type: ignore[no-any-return]
+    from torch._dynamo.backends.registry import lookup_backend
+
+    return lookup_backend(inner)(gm, inputs)  # type: ignore[no-any-return]
+
+
+class ModelBackend:
+    """The ``torch.compile`` backend of a model whose weights are quantized already."""
+
+    def __init__(self, target: Target, inner: str | Compiled, state: RunState) -> None:
+        self.target = target
+        self.inner = inner
+        self.state = state
+
+    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+        self.state.graphs[frame_name()] += 1
+        fakes, forms = plain_fakes(gm)
+        try:
+            return compile_graph(
+                gm,
+                fakes,
+                forms,
+                _constants,
+                target=self.target,
+                inner=self.inner,
+                state=self.state,
+            )
+        except CaptureError as error:
+            self.state.unnormalized.append(str(error))
+            log.warning("a graph runs without rewriting, through the eager quantized ops: %s", error)
+            return gm.forward
+
+
+def _constants(weight: QuantizedWeight) -> Sequence[Tensor]:
+    return weight.constants
+
+
+def frame_name() -> str:
+    """The code object that Dynamo is compiling, as ``file:line function``."""
+    from torch._guards import CompileContext
+
+    compile_id = CompileContext.current_compile_id()
+    return "unknown" if compile_id is None else f"frame {compile_id.frame_id}"
+
+
+def plain_fakes(gm: fx.GraphModule) -> tuple[list[Any], dict[int, Form]]:
+    """A plain fake for each placeholder of a Dynamo graph, and the forms of quantized weights."""
+    fakes: list[Any] = []
+    forms: dict[int, Form] = {}
+    for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        val = node.meta["example_value"]
+        if isinstance(val, QuantizedWeight):
+            forms[i] = val.form
+            with val.codes.fake_mode:  # type: ignore[attr-defined]
+                val = torch.empty(val.shape, dtype=val.dtype, device=val.device)
+        fakes.append(val)
+    return fakes, forms

@@ -1,0 +1,28 @@
+"""The quantized linear outside of compiled graphs: the same ops that the graphs call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fxquant.passes.lower_to_target import resolve
+from fxquant.scheme import Form
+from fxquant.targets import BACKENDS
+
+
+def quantized_linear(
+    x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, form: Form
+) -> Tensor:
+    """``F.linear`` of ``x [..., K]`` with codes ``[N, K]``; the result has the dtype of ``x``."""
+    dtype = x.dtype
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x = x.to(dtype)
+    x_codes, x_scale = torch.ops.fxquant.quantize_act(x, str(form.act))
+    matmul = resolve(_kernel(x.device.type))
+    return matmul(x_codes, codes, x_scale, scale, bias, dtype)  # type: ignore[no-any-return]
+
+
+def _kernel(device_type: str) -> str:
+    make_target = BACKENDS.get(device_type)
+    return make_target().kernels["fxquant::scaled_mm"].op if make_target else "fxquant::scaled_mm"

@@ -1,0 +1,312 @@
+"""A tensor that claims to be the float weight and holds its constants.
+
+``QuantizedWeight`` keeps the shape, dtype and device of the parameter it replaces. A compiled graph
+never sees it: the backend gives the graph its constants. Outside of compiled graphs ``F.linear``
+runs the quantized op, and any other op computes with the float values that the codes stand for,
+which is counted. What would be lost or wrong without a word raises.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fxquant import numerics
+from fxquant.errors import QuantizedWeightError
+from fxquant.runtime.eager import quantized_linear
+from fxquant.runtime.state import RunState
+from fxquant.scheme import Form
+
+aten = torch.ops.aten
+
+NO_STORAGE = (
+    "a quantized weight has no float storage ({what}). Save the constants with "
+    "torch.save(model.state_dict(), path), or take float values with weight.dequantize()."
+)
+
+
+class QuantizedWeight(Tensor):
+    """Codes and scales in the place of a float weight. See the module's docstring.
+
+    Attributes: ``codes`` int8 ``[N, K]``, ``scale`` float32 ``[N, 1]``, ``table`` (the exact floats,
+    or None), ``form``, and ``state``, the counters of the model it belongs to.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    table: Tensor | None
+    form: Form
+    state: RunState
+
+    @staticmethod
+    def __new__(
+        cls,
+        constants: tuple[Tensor, ...],
+        form: Form,
+        dtype: torch.dtype,
+        state: RunState | None = None,
+    ) -> QuantizedWeight:
+        codes = constants[0]
+        shape = tuple(codes.shape)[::-1] if form.transposed else tuple(codes.shape)
+        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined,no-any-return]
+            cls, shape, dtype=dtype, device=codes.device, requires_grad=False
+        )
+
+    def __init__(
+        self,
+        constants: tuple[Tensor, ...],
+        form: Form,
+        dtype: torch.dtype,
+        state: RunState | None = None,
+    ) -> None:
+        self.codes, self.scale, *table = constants
+        self.table = table[0] if table else None
+        self.form = form
+        self.state = state or RunState()
+
+    @property
+    def constants(self) -> tuple[Tensor, ...]:
+        """The constants in the order of the form."""
+        return (self.codes, self.scale) if self.table is None else (self.codes, self.scale, self.table)
+
+    def dequantize(self) -> Tensor:
+        """A plain float tensor of the claimed shape and dtype: what the codes stand for."""
+        floats = numerics.dequantize_weight(self.codes, self.scale, self.dtype)
+        return floats.t() if self.form.transposed else floats
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, torch.dtype]]:
+        return list(self.form.constants), (str(self.form), self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: tuple[str, torch.dtype], size: Any, stride: Any
+    ) -> QuantizedWeight:
+        form = Form.parse(context[0])
+        return QuantizedWeight(tuple(inner[name] for name in form.constants), form, context[1])
+
+    def like(self, constants: tuple[Tensor, ...], dtype: torch.dtype | None = None) -> QuantizedWeight:
+        """The same weight over other constants; a table follows ``dtype``."""
+        dtype = dtype or self.dtype
+        if len(constants) == 3:
+            constants = (*constants[:2], constants[2].to(dtype))
+        return QuantizedWeight(constants, self.form, dtype, self.state)
+
+    def as_parameter(self) -> nn.Parameter:
+        """Itself as an ``nn.Parameter`` without a gradient."""
+        return nn.Parameter(self, requires_grad=False)
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes that are really held."""
+        return sum(part.nbytes for part in self.constants)
+
+    def share_memory_(self) -> QuantizedWeight:
+        for part in self.constants:
+            part.share_memory_()
+        return self
+
+    def pin_memory(self, *args: Any) -> QuantizedWeight:
+        return self.like(tuple(part.pin_memory(*args) for part in self.constants))
+
+    def __repr__(self, **_: Any) -> str:
+        return f"QuantizedWeight({list(self.shape)}, {self.dtype}, form={self.form}, device={self.device})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        import copy
+
+        if id(self) not in memo:
+            state = copy.deepcopy(self.state, memo)
+            parts = tuple(part.detach().clone() for part in self.constants)
+            new: Tensor = QuantizedWeight(parts, self.form, self.dtype, state)
+            memo[id(self)] = nn.Parameter(new, requires_grad=False) if isinstance(self, nn.Parameter) else new
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        is_parameter = isinstance(self, nn.Parameter)
+        return rebuild_weight, (*self.constants, str(self.form), str(self.dtype), is_parameter)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not torch.compiler.is_compiling():
+            if func is F.linear and _takes_codes(*args, **kwargs):
+                return _linear(*args, **kwargs)
+            if func is F.embedding and _has_table(args, kwargs):
+                return _embedding(args, kwargs)
+            _refuse(func, args)
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        handler = HANDLERS.get(func)
+        if handler is not None and isinstance(args[0], QuantizedWeight):
+            return handler(func, *args, **kwargs)
+        _check_not_written(func, args, kwargs)
+        return _with_floats(func, args, kwargs)
+
+
+def _takes_codes(x: Any, weight: Any, bias: Any = None) -> bool:
+    return (
+        isinstance(weight, QuantizedWeight)
+        and not isinstance(x, QuantizedWeight)
+        and not isinstance(bias, QuantizedWeight)
+        and not weight.form.transposed
+        and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    )
+
+
+def _linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise RuntimeError(f"expected mat1 and mat2 to have the same dtype, got {x.dtype} and {weight.dtype}")
+    weight.state.eager_linears += 1
+    return quantized_linear(x, weight.codes, weight.scale, bias, weight.form)
+
+
+def _has_table(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    weight = args[1] if len(args) > 1 else kwargs.get("weight")
+    return isinstance(weight, QuantizedWeight) and weight.table is not None
+
+
+def _embedding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An exact look-up in the float table."""
+    if len(args) > 1:
+        return F.embedding(args[0], args[1].table, *args[2:], **kwargs)
+    return F.embedding(*args, **{**kwargs, "weight": kwargs["weight"].table})
+
+
+_STORAGE = (Tensor.untyped_storage, Tensor.data_ptr, Tensor.numpy, Tensor.storage)
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_SET_GRAD = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+
+
+def _refuse(func: Any, args: tuple[Any, ...]) -> None:
+    """Raise for what cannot be carried out."""
+    if func in _STORAGE:
+        raise QuantizedWeightError(NO_STORAGE.format(what=getattr(func, "__name__", func)))
+    if func is _SET_DATA:
+        raise QuantizedWeightError(
+            "`.data` of a quantized weight cannot be set: use weight.copy_(values), which quantizes them, "
+            "or put a new nn.Parameter into the module."
+        )
+    if func in _SET_GRAD and (len(args) < 2 or args[1]):
+        raise QuantizedWeightError(
+            "a quantized weight takes no gradient; keep layers that are to be trained float with ignore=[...]."
+        )
+
+
+def _check_not_written(func: Any, args: Any, kwargs: Any) -> None:
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        given = args[i] if i < len(args) else kwargs.get(argument.name)
+        if any(isinstance(leaf, QuantizedWeight) for leaf in pytree.tree_leaves(given)):
+            raise QuantizedWeightError(
+                f"{func} would write to float values that a quantized weight does not hold, and the write "
+                "would be lost. Use weight.copy_(values), which quantizes them."
+            )
+
+
+def _with_floats(func: Any, args: Any, kwargs: Any) -> Any:
+    """Compute with the float values and count it; inside of tracing nothing runs, so nothing counts."""
+
+    def floats(leaf: Any) -> Any:
+        if not isinstance(leaf, QuantizedWeight):
+            return leaf
+        if not _is_traced(leaf):
+            _count(leaf, func)
+        return leaf.dequantize()
+
+    args, kwargs = pytree.tree_map(floats, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _is_traced(weight: QuantizedWeight) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return weight.codes.is_meta or isinstance(weight.codes, (FakeTensor, FunctionalTensor))
+
+
+def _count(weight: QuantizedWeight, func: Any) -> None:
+    name = f"{tuple(weight.shape)} in {func}"
+    weight.state.fallbacks[name] += 1
+    if weight.state.strict:
+        raise QuantizedWeightError(f"strict: a quantized weight of shape {name} would compute in float")
+
+
+def _over_constants(func: Any, weight: QuantizedWeight, *args: Any, **kwargs: Any) -> QuantizedWeight:
+    """``detach``, ``clone``, ``alias``: the op on each constant."""
+    return weight.like(tuple(func(part, *args, **kwargs) for part in weight.constants))
+
+
+def _to_copy(func: Any, weight: QuantizedWeight, **kwargs: Any) -> Any:
+    """Another device moves the constants; another float dtype changes only what is claimed."""
+    dtype = kwargs.pop("dtype", None) or weight.dtype
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return _with_floats(func, (weight,), {**kwargs, "dtype": dtype})
+    kwargs.pop("memory_format", None)
+    return weight.like(tuple(func(part, **kwargs) for part in weight.constants), dtype)
+
+
+def _empty_like(func: Any, weight: QuantizedWeight, **kwargs: Any) -> Any:
+    dtype = kwargs.get("dtype") or weight.dtype
+    device = kwargs.get("device") or weight.device
+    return torch.empty(weight.shape, dtype=dtype, device=device)
+
+
+def _copy_(func: Any, weight: QuantizedWeight, source: Tensor, non_blocking: bool = False) -> QuantizedWeight:
+    """New values into the same constants: those of an equal form as they are, floats quantized."""
+    if source.shape != weight.shape:
+        raise QuantizedWeightError(f"cannot copy {list(source.shape)} into a weight of {list(weight.shape)}")
+    if isinstance(source, QuantizedWeight) and source.form == weight.form:
+        parts = source.constants
+    else:
+        floats = source.dequantize() if isinstance(source, QuantizedWeight) else source
+        parts = quantize_values(floats.to(weight.dtype), weight.form)
+    for kept, new in zip(weight.constants, parts, strict=True):
+        kept.copy_(new, non_blocking)
+    return weight
+
+
+def quantize_values(values: Tensor, form: Form) -> tuple[Tensor, ...]:
+    """The constants of ``form`` for float ``values`` in the parameter's layout."""
+    rows = values.t() if form.transposed else values
+    parts = numerics.quantize_weight(rows.detach(), form.weight)
+    return (*parts, values.detach().clone()) if form.table else parts
+
+
+def _no_storage(func: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    raise QuantizedWeightError(NO_STORAGE.format(what=func))
+
+
+HANDLERS = {
+    aten.detach.default: _over_constants,
+    aten.alias.default: _over_constants,
+    aten.clone.default: _over_constants,
+    aten._to_copy.default: _to_copy,
+    aten.empty_like.default: _empty_like,
+    aten.copy_.default: _copy_,
+    aten.set_.source_Storage: _no_storage,
+}
+"""Ops that a quantized weight answers with another quantized weight, or in its own way."""
+
+
+def rebuild_weight(*parts: Any) -> Tensor:
+    """Undo ``QuantizedWeight.__reduce_ex__``."""
+    *constants, form, dtype, is_parameter = parts
+    weight: Tensor = QuantizedWeight(
+        tuple(constants), Form.parse(form), getattr(torch, dtype.removeprefix("torch."))
+    )
+    return nn.Parameter(weight, requires_grad=False) if is_parameter else weight
+
+
+torch.serialization.add_safe_globals([rebuild_weight])

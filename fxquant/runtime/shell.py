@@ -1,0 +1,181 @@
+"""Puts constants into the user's module, and keeps it the user's module.
+
+The module is compiled in place: ``model(...)``, ``generate()`` and pipelines call it as before.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxquant.errors import QuantizedWeightError
+from fxquant.parameters import WeightGroup, owner_of
+from fxquant.runtime.backend import Compiled, ModelBackend
+from fxquant.runtime.quantized_weight import QuantizedWeight
+from fxquant.runtime.state import RunState
+from fxquant.scheme import Form
+from fxquant.target import Target
+
+
+def install_weights(
+    model: nn.Module,
+    groups: tuple[WeightGroup, ...],
+    forms: Mapping[str, Form],
+    constants: Mapping[str, tuple[Tensor, ...]],
+    state: RunState,
+) -> None:
+    """Replace every loaded parameter and buffer, under all its names."""
+    for group in groups:
+        if group.fqn not in constants:
+            continue
+        new = _installed(group, forms.get(group.fqn), constants[group.fqn], state)
+        for fqn in group.fqns:
+            owner, name = owner_of(model, fqn)
+            if group.is_buffer:
+                owner._buffers[name] = new
+            else:
+                owner._parameters[name] = new  # type: ignore[assignment]
+            if isinstance(new, QuantizedWeight):
+                owner.__dict__["_apply"] = ApplyQuantized(owner)
+    if hasattr(model, "save_pretrained"):
+        model.__dict__["save_pretrained"] = refuse_save_pretrained
+
+
+def _installed(
+    group: WeightGroup, form: Form | None, constants: tuple[Tensor, ...], state: RunState
+) -> Tensor:
+    if form is not None:
+        return QuantizedWeight(constants, form, group.tensor.dtype, state).as_parameter()
+    if group.is_buffer:
+        return constants[0]
+    parameter = nn.Parameter(constants[0], requires_grad=group.tensor.requires_grad)
+    parameter.__dict__.update(group.tensor.__dict__)
+    return parameter
+
+
+def refuse_save_pretrained(*args: Any, **kwargs: Any) -> None:
+    """Stands for ``save_pretrained`` on a quantized model."""
+    raise QuantizedWeightError(
+        "save_pretrained writes float checkpoints, and this model holds quantized constants. "
+        "Keep the original checkpoint, or save the constants with torch.save(model.state_dict(), path)."
+    )
+
+
+class ApplyQuantized:
+    """``nn.Module._apply`` for a module with quantized weights; it stands in the instance.
+
+    The stock method swaps tensors of wrapper subclasses in place, which fails once Dynamo guards
+    hold weak references to them. This one replaces the Parameter, once for all its tied names.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        module = self.module
+        held = {n: p for n, p in module._parameters.items() if isinstance(p, QuantizedWeight)}
+        for name in held:
+            module._parameters[name] = None
+        try:
+            type(module)._apply(module, fn, recurse)
+        finally:
+            module._parameters.update(held)
+        for name, weight in held.items():
+            module._parameters[name] = _converted(weight, fn)
+        return module
+
+
+def _converted(weight: QuantizedWeight, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:
+    """``fn(weight)``, the same object for every module that holds ``weight``."""
+    known = weight.__dict__.get("_converted")
+    if known is not None and known[0] is fn:
+        return known[1]  # type: ignore[no-any-return]
+    with torch.no_grad():
+        new = fn(weight)
+    if not isinstance(new, QuantizedWeight):
+        raise QuantizedWeightError(
+            f"a module conversion turned {weight!r} into a plain tensor of {new.dtype}: a quantized weight "
+            "can be moved to a device and cast to float32, bfloat16 or float16."
+        )
+    weight.__dict__["_converted"] = (fn, new.as_parameter())
+    return weight.__dict__["_converted"][1]  # type: ignore[no-any-return]
+
+
+class Shell:
+    """Compiles a module in place, and again each copy and unpickled copy of it.
+
+    It stands in the module as ``_fxquant_shell``. A copy gets a shell of its own while it is being
+    built, so that its call runs graphs over its own weights and its own counters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        target: Target,
+        inner: str | Compiled,
+        dynamic: bool | None,
+        state: RunState,
+    ) -> None:
+        self.model = model
+        self.target = target
+        self.inner = inner
+        self.dynamic = dynamic
+        self.state = state
+        if untraceable(model) is None:
+            backend = ModelBackend(target, inner, state)
+            compiled = torch.compile(_entry(model), backend=backend, dynamic=dynamic)
+            model.__dict__["_compiled_call_impl"] = compiled
+
+    def _settings(self) -> dict[str, Any]:
+        return {"target": self.target, "inner": self.inner, "dynamic": self.dynamic}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shell:
+        copied = memo[id(self.model)]
+        return Shell(copied, state=copy.deepcopy(self.state, memo), **self._settings())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return restore_shell, (), {"model": self.model, "state": self.state, **self._settings()}
+
+    def __setstate__(self, settings: dict[str, Any]) -> None:
+        self.__init__(settings.pop("model"), **settings)  # type: ignore[misc]
+
+
+def untraceable(model: nn.Module) -> str | None:
+    """Why Dynamo cannot trace the model at all, or None.
+
+    Dynamo imports the module that defines each class; one that was loaded by path and is not in
+    ``sys.modules`` makes it fail with an internal error.
+    """
+    lost = {type(module).__module__ for module in model.modules()} - sys.modules.keys()
+    if not lost:
+        return None
+    return (
+        f"not compiled: the Python module {min(lost)!r} that defines a part of the model is not in sys.modules, "
+        "so torch.compile cannot trace it; the quantized ops run eagerly"
+    )
+
+
+def restore_shell() -> Shell:
+    """Undo ``Shell.__reduce__``; the settings follow, once the module exists."""
+    return Shell.__new__(Shell)
+
+
+def _entry(model: nn.Module) -> Callable[..., Any]:
+    """A frame of our own around the module's call.
+
+    Dynamo skips frames of torch.nn itself, so a bare ``nn.Linear`` or ``nn.Sequential`` as the root
+    would capture nothing; and every model needs a code object of its own, since Dynamo counts
+    recompiles for each code object.
+    """
+
+    def call_module(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)
+
+    call_module.__code__ = call_module.__code__.replace(co_name=f"call_{type(model).__name__}")
+    return call_module

@@ -1,0 +1,29 @@
+"""What happened at run time: counters that the quantized weights and the compiled graphs share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class RunState:
+    """Counts for one model.
+
+    ``graphs`` compiled graphs by frame; ``rewritten`` linear ops rewritten in them;
+    ``eager_linears`` quantized linear calls outside compiled graphs (same arithmetic);
+    ``fallbacks`` uses that computed with float values of a quantized weight, by weight and op;
+    ``unnormalized`` graphs that run without rewriting, with the reason (they call the eager ops).
+    """
+
+    graphs: Counter[str] = field(default_factory=Counter)
+    rewritten: int = 0
+    eager_linears: int = 0
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    unnormalized: list[str] = field(default_factory=list)
+    strict: bool = False
+
+    @property
+    def recompiles(self) -> int:
+        """Graphs beyond the first of each frame."""
+        return sum(count - 1 for count in self.graphs.values())

@@ -1,0 +1,129 @@
+"""How a weight and its activation are represented: data, not code.
+
+A new scheme is one row of ``SCHEMES``; its numerics are one function in ``numerics.py`` and its
+lowering one entry per target.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from fxquant.errors import ConfigError
+
+FULL = 0
+"""A block side that spans its whole axis."""
+
+_SPEC = re.compile(r"int(?P<bits>\d+)\[(?P<rows>\d+|\*),(?P<k>\d+|\*)\](?P<dynamic>dyn)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantSpec:
+    """Symmetric integer codes with one float32 scale for each ``block`` of a ``[rows, K]`` tensor.
+
+    ``block=(1, FULL)`` is per channel for a weight and per token for an activation. The canonical
+    text, ``str(spec)``, travels in op schemas: ``int8[1,*]``, ``int8[1,*]dyn``.
+    """
+
+    bits: int
+    block: tuple[int, int]
+    dynamic: bool = False
+
+    @property
+    def top(self) -> int:
+        """The largest code; the range is symmetric, so -128 is never produced."""
+        return int(2 ** (self.bits - 1)) - 1
+
+    def __str__(self) -> str:
+        rows, k = ("*" if side == FULL else str(side) for side in self.block)
+        return f"int{self.bits}[{rows},{k}]{'dyn' if self.dynamic else ''}"
+
+    @staticmethod
+    def parse(text: str) -> QuantSpec:
+        """The inverse of ``str``."""
+        match = _SPEC.fullmatch(text)
+        if match is None:
+            raise ConfigError(f"{text!r} is not a quantization spec such as 'int8[1,*]'")
+        rows, k = (FULL if match[side] == "*" else int(match[side]) for side in ("rows", "k"))
+        return QuantSpec(bits=int(match["bits"]), block=(rows, k), dynamic=bool(match["dynamic"]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """A named pair of representations: the weight's and, unless it is weight only, the activation's."""
+
+    name: str
+    weight: QuantSpec | None
+    act: QuantSpec | None
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    note: str
+
+
+_INT8_ROW = QuantSpec(bits=8, block=(1, FULL))
+
+SCHEMES: dict[str, Scheme] = {
+    scheme.name: scheme
+    for scheme in (
+        Scheme(name="none", weight=None, act=None, note="weights as the model declares them"),
+        Scheme(
+            name="int8",
+            weight=_INT8_ROW,
+            act=QuantSpec(bits=8, block=(1, FULL), dynamic=True),
+            note="W8A8: symmetric int8, a scale per output channel and per token",
+        ),
+    )
+}
+
+
+def find_scheme(name: str) -> Scheme:
+    """The row of the table, or a ``ConfigError`` that lists what there is."""
+    if name not in SCHEMES:
+        raise ConfigError(f"unknown scheme {name!r}; known: {', '.join(SCHEMES)}")
+    return SCHEMES[name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """What stands in a parameter's place after loading, and how its uses are to be rewritten.
+
+    Codes are kept ``[N, K]`` whatever the parameter's own layout: ``transposed`` says that the
+    parameter is ``[K, N]`` (GPT-2's Conv1D). ``table`` says that the exact floats are kept beside
+    the codes, for the look-ups of an embedding that shares them with a quantized head.
+    """
+
+    scheme: str
+    transposed: bool = False
+    table: bool = False
+
+    @property
+    def weight(self) -> QuantSpec:
+        """The spec of the codes."""
+        spec = find_scheme(self.scheme).weight
+        assert spec is not None
+        return spec
+
+    @property
+    def act(self) -> QuantSpec:
+        """The spec of the activation that the codes are multiplied with."""
+        spec = find_scheme(self.scheme).act
+        assert spec is not None
+        return spec
+
+    @property
+    def constants(self) -> tuple[str, ...]:
+        """Names of the constants, in order."""
+        return ("codes", "scale", "table") if self.table else ("codes", "scale")
+
+    def __str__(self) -> str:
+        return f"{self.scheme}{'.t' if self.transposed else ''}{'+table' if self.table else ''}"
+
+    @staticmethod
+    def parse(text: str) -> Form:
+        """The inverse of ``str``."""
+        name, _, table = text.partition("+")
+        name, _, transposed = name.partition(".")
+        if transposed not in ("", "t") or table not in ("", "table"):
+            raise ConfigError(f"{text!r} is not a form such as 'int8.t+table'")
+        return Form(scheme=find_scheme(name).name, transposed=bool(transposed), table=bool(table))

@@ -1,0 +1,59 @@
+"""What a device can run, as data: the protocol that ``targets/`` fills."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A target's or a scheme's "no", with its reason in words."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """The op that stands for a dialect op on a target, and why this one was chosen."""
+
+    op: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """The largest size that ``op`` takes on ``axis`` ("N" output features, "K" input features)."""
+
+    op: str
+    axis: str
+    maximum: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A device family (or one chip and software version of it) as a table.
+
+    ``kernels`` maps each dialect op that the target runs to the op that stands for it; ``limits``
+    holds what no fake kernel checks. Tests pass their own ``Target`` to impose a limit.
+    """
+
+    name: str
+    device_type: str
+    kernels: Mapping[str, Kernel]
+    limits: tuple[Limit, ...] = field(default=())
+
+    def admits(self, op: str, *, n: int, k: int) -> Kernel | Refusal:
+        """The kernel for ``op`` on a weight of ``n`` output and ``k`` input features, or why not."""
+        kernel = self.kernels.get(op)
+        if kernel is None:
+            return Refusal(reason=f"target {self.name} has no {op}")
+        for limit in self.limits:
+            size = {"N": n, "K": k}[limit.axis]
+            if limit.op == op and size > limit.maximum:
+                return Refusal(
+                    reason=f"{op} on {self.name} takes {limit.axis} <= {limit.maximum}, "
+                    f"got {limit.axis} = {size} ({limit.source})"
+                )
+        return kernel

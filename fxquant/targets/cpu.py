@@ -1,0 +1,76 @@
+"""The CPU: which integer matmul is exact here.
+
+``torch._int_mm`` on CPUs without VNNI adds pairs of products in saturating int16 (seen with
+``DNNL_MAX_CPU_ISA=AVX2``: 8160 where 1032256 is right), so it is used only where it passes a
+self-test in this process; the exact reference runs elsewhere.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from fxquant import numerics
+from fxquant.ops import fake_scaled_mm, no_gradient, scaled_mm_with
+from fxquant.target import Kernel, Limit, Target
+
+
+def _int_mm(a_MK: Tensor, b_NK: Tensor) -> Tensor:
+    if 0 in a_MK.shape or 0 in b_NK.shape:
+        return torch.zeros((a_MK.shape[0], b_NK.shape[0]), dtype=torch.int32, device=a_MK.device)
+    return torch._int_mm(a_MK.contiguous(), b_NK.contiguous().t())
+
+
+@torch.library.custom_op("fxquant_cpu::scaled_mm", mutates_args=(), device_types="cpu")
+def scaled_mm(
+    x_codes: Tensor,
+    w_codes: Tensor,
+    x_scale: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """``fxquant::scaled_mm`` through oneDNN's int8 matmul (``torch._int_mm``)."""
+    return scaled_mm_with(_int_mm, x_codes, w_codes, x_scale, w_scale, bias, out_dtype)
+
+
+scaled_mm.register_fake(fake_scaled_mm)
+no_gradient(scaled_mm)
+
+
+def int_mm_fault() -> str | None:
+    """Why ``torch._int_mm`` is not to be trusted in this process, or None where it is.
+
+    All-127 operands overflow int16 pairs; K = 1056 passes 2^24, so sums in float32 are found out;
+    odd sizes and single rows take other code paths.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for m, n, k in ((1, 5, 64), (17, 40, 1056), (3, 33, 15), (2, 8, 4104)):
+        signs = torch.randint(0, 2, (m, k), generator=generator) * 254 - 127
+        full = torch.full((n, k), 127, dtype=torch.int8)
+        mixed = torch.randint(-127, 128, (n, k), generator=generator).to(torch.int8)
+        for a in (signs.to(torch.int8), torch.full((m, k), 127, dtype=torch.int8)):
+            for b in (full, -full, mixed):
+                try:
+                    got = _int_mm(a, b)
+                except RuntimeError as error:
+                    return f"torch._int_mm raises: {str(error).splitlines()[0]}"
+                if not torch.equal(got, numerics.int_matmul(a, b)):
+                    return "torch._int_mm gives wrong sums on this CPU (int16 saturation without VNNI)"
+    return None
+
+
+@functools.cache
+def cpu_target() -> Target:
+    """The table of this machine's CPU, after the self-test."""
+    fault = int_mm_fault()
+    if fault is None:
+        kernel = Kernel(op="fxquant_cpu::scaled_mm", reason="torch._int_mm passed its self-test")
+    else:
+        kernel = Kernel(op="fxquant::scaled_mm", reason=f"exact reference: {fault}")
+    limit = Limit(
+        op="fxquant::scaled_mm", axis="K", maximum=numerics.INT32_K, source="int32 sums of 127 * 127"
+    )
+    return Target(name="cpu", device_type="cpu", kernels={"fxquant::scaled_mm": kernel}, limits=(limit,))
