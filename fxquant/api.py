@@ -18,7 +18,7 @@ from fxquant.parameters import meta_init
 from fxquant.plan import Plan
 from fxquant.planner import make_plan
 from fxquant.report import LoadRecord
-from fxquant.runtime.shell import Shell, install_weights
+from fxquant.runtime.shell import Shell, install_weights, untraceable
 from fxquant.runtime.state import RunState
 
 ModelOrFactory = nn.Module | Callable[[], nn.Module]
@@ -61,6 +61,7 @@ def compile(model: ModelOrFactory, ckpt: Any, **options: Unpack[Options]) -> nn.
         inner=options.get("inner", "eager"),
         dynamic=True if request.dynamic else None,
         state=state,
+        traceable=untraceable(module) is None,
     )
     return module
 

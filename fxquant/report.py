@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -10,6 +11,7 @@ from torch import nn
 from fxquant.errors import ConfigError
 from fxquant.materialize.execute import Loaded
 from fxquant.plan import MIB, Plan
+from fxquant.runtime.quantized_weight import QuantizedWeight
 from fxquant.runtime.state import RunState
 
 
@@ -85,6 +87,8 @@ def report(model: nn.Module) -> Report:
     shell = model.__dict__.get("_fxquant_shell")
     if record is None or shell is None:
         raise ConfigError(f"{type(model).__name__} was not compiled by fxquant.compile")
+    states = {id(state): state for state in (shell.state, *_weight_states(model))}.values()
+    fallbacks = sum((state.fallbacks for state in states), Counter[str]())
     state: RunState = shell.state
     return Report(
         plan=record.plan,
@@ -94,8 +98,13 @@ def report(model: nn.Module) -> Report:
         graphs=dict(state.graphs),
         recompiles=state.recompiles,
         rewritten=state.rewritten,
-        eager_linears=state.eager_linears,
-        fallbacks=sum(state.fallbacks.values()),
-        fallback_sites=dict(state.fallbacks),
+        eager_linears=sum(state.eager_linears for state in states),
+        fallbacks=sum(fallbacks.values()),
+        fallback_sites=dict(fallbacks),
         unnormalized=tuple(state.unnormalized),
     )
+
+
+def _weight_states(model: nn.Module) -> Iterator[RunState]:
+    """The counters of the weights; those of an unpickled model are their own."""
+    return (weight.state for weight in model.parameters() if isinstance(weight, QuantizedWeight))

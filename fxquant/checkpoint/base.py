@@ -15,7 +15,7 @@ from fxquant.checkpoint.nearest import nearest_keys
 from fxquant.errors import CheckpointFileError, ConfigError, MissingWeightError
 
 if TYPE_CHECKING:
-    from typing import Self  # Python 3.11
+    from typing_extensions import Self
 
 _EMPTY: Mapping[str, object] = MappingProxyType({})
 

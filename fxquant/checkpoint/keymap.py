@@ -56,9 +56,9 @@ def resolve_keys(
     # Where only optional names are left, the rule is chosen by them.
     required = {group[0] for group in open_groups} - optional or {group[0] for group in open_groups}
     wanted = Wanted(groups=tuple(groups), required=required)
-    rules = transformers_rules(model, checkpoint.infos)
+    rules, found_notes = transformers_rules(model, checkpoint.infos)
     answer = _choose(wanted, keys, rules, checkpoint.location)
-    notes = list(rules.notes) if rules else []
+    notes = list(found_notes)
     entries = _entries(wanted.groups, {**answer.sources, **user}, notes)
     missing = tuple(group[0] for group in groups if group[0] not in entries and group[0] not in optional)
     notes += [f"{name}: {reason}" for name, reason in answer.failures.items() if name not in entries]
@@ -159,7 +159,9 @@ def _direct_answers(wanted: Wanted, keys: Sequence[str], rules: TransformersRule
 def _prefix_answers(wanted: Wanted, view: View, rules: TransformersRules | None) -> Iterator[Answer]:
     votes = prefix_votes(wanted, view)
     direct = wanted.found({name for group in wanted.groups for name in group if name in view})[0]
-    for prefix in top(votes):
+    shared = {key.partition(".")[0] for key in view} if rules else set()
+    wrapper = [f"{component}." for component in shared] if len(shared) == 1 else []
+    for prefix in dict.fromkeys([*top(votes), *wrapper]):
         title = f"prefix {prefix!r} removed"
         stripped = strip_view(view, prefix)
         if rules and votes[prefix] >= direct:

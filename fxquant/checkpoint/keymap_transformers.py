@@ -9,6 +9,7 @@ tells which parameters a converter gives and in which shapes, and its operations
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,6 +19,9 @@ import torch
 from fxquant.checkpoint.base import TensorInfo
 from fxquant.checkpoint.keymap_types import Answer, Source, View, Wanted, listed
 from fxquant.errors import KeyMapError, WeightMismatchError
+
+# What the operations raise on tensors that do not fit them.
+_OPERATION_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 class ParameterFacts(NamedTuple):
@@ -120,7 +124,6 @@ class TransformersRules:
     model: Any
     facts: ModelFacts
     infos: Mapping[str, TensorInfo]
-    notes: tuple[str, ...]
     ignored: tuple[str, ...]
 
     def answer(self, wanted: Wanted, view: View, *, title: str) -> Answer:
@@ -183,7 +186,7 @@ class TransformersRules:
         inputs = [self._on_meta(key) for key in keys]
         try:
             results = conversion.run(inputs)
-        except Exception as error:  # noqa: BLE001 - whatever the operations of any transformers version raise
+        except _OPERATION_ERRORS as error:
             failures[target] = f"{conversion.rule} of {listed(keys)} failed: {error}"
             if self._fits(target):
                 yield target, Source(keys=(target,))
@@ -237,19 +240,19 @@ class TransformersRules:
 
 def transformers_rules(
     model: torch.nn.Module | None, infos: Mapping[str, TensorInfo]
-) -> TransformersRules | None:
-    """The rules of a transformers model, None for any other."""
+) -> tuple[TransformersRules | None, tuple[str, ...]]:
+    """The rules of a transformers model, None for any other; and notes for the key map."""
     kinds = {(kind.__module__, kind.__name__) for kind in type(model).__mro__}
     if model is None or ("transformers.modeling_utils", "PreTrainedModel") not in kinds:
-        return None
+        return None, ()
+    if importlib.util.find_spec("transformers.conversion_mapping") is None:
+        return None, ("this transformers has no conversion mapping: update it if weights are missing",)
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     facts = ModelFacts(
         parameters={name: ParameterFacts(tensor.shape, tensor.dtype) for name, tensor in tensors},
         config=model.config,
     )
-    return TransformersRules(
-        model=model, facts=facts, infos=infos, notes=(), ignored=_ignored_keys(model, facts)
-    )
+    return TransformersRules(model=model, facts=facts, infos=infos, ignored=_ignored_keys(model, facts)), ()
 
 
 def natural_key(key: str) -> tuple[tuple[int, str, int], ...]:

@@ -26,7 +26,7 @@ from fxquant.target import Target
 log = logging.getLogger("fxquant.runtime")
 
 Compiled = Callable[..., Any]
-GetConstants = Callable[[Any], Sequence[Tensor]]
+GetConstants = Callable[[int, Any], Sequence[Tensor]]
 
 
 def compile_graph(
@@ -42,7 +42,7 @@ def compile_graph(
     """Rewrite a Dynamo graph and compile the result with ``inner``.
 
     ``fakes`` stand for the placeholders; ``forms`` gives the form of those that are quantized
-    weights, by position; ``constants_of`` takes their constants from a call's argument.
+    weights, by position; ``constants_of(position, argument)`` gives their constants at a call.
     """
     flat = normalize(gm, fakes)
     names = [str(node.target) for node in placeholders(flat)]
@@ -57,7 +57,7 @@ def compile_graph(
         given: list[Any] = []
         for i, arg in enumerate(args):
             if i in forms:
-                given.extend(constants_of(arg))
+                given.extend(constants_of(i, arg))
             else:
                 given.append(arg)
         return run(*given)
@@ -113,7 +113,7 @@ class ModelBackend:
             return gm.forward
 
 
-def _constants(weight: QuantizedWeight) -> Sequence[Tensor]:
+def _constants(position: int, weight: QuantizedWeight) -> Sequence[Tensor]:
     return weight.constants
 
 

@@ -192,7 +192,11 @@ def _refuse(func: Any, args: tuple[Any, ...]) -> None:
     """Raise for what cannot be carried out."""
     if func in _STORAGE:
         raise QuantizedWeightError(NO_STORAGE.format(what=getattr(func, "__name__", func)))
-    if func is _SET_DATA:
+    if func == Tensor.__setitem__ and isinstance(args[0], QuantizedWeight):
+        raise QuantizedWeightError(
+            "parts of a quantized weight cannot be written: use weight.copy_(values) with the whole of it."
+        )
+    if func == _SET_DATA:
         raise QuantizedWeightError(
             "`.data` of a quantized weight cannot be set: use weight.copy_(values), which quantizes them, "
             "or put a new nn.Parameter into the module."

@@ -6,6 +6,7 @@ The module is compiled in place: ``model(...)``, ``generate()`` and pipelines ca
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,6 +21,8 @@ from fxquant.runtime.quantized_weight import QuantizedWeight
 from fxquant.runtime.state import RunState
 from fxquant.scheme import Form
 from fxquant.target import Target
+
+RECOMPILE_LIMIT = 32
 
 
 def install_weights(
@@ -121,19 +124,22 @@ class Shell:
         inner: str | Compiled,
         dynamic: bool | None,
         state: RunState,
+        traceable: bool = True,
     ) -> None:
         self.model = model
         self.target = target
         self.inner = inner
         self.dynamic = dynamic
         self.state = state
-        if untraceable(model) is None:
+        self.traceable = traceable
+        if traceable:
             backend = ModelBackend(target, inner, state)
-            compiled = torch.compile(_entry(model), backend=backend, dynamic=dynamic)
-            model.__dict__["_compiled_call_impl"] = compiled
+            compiled = torch.compile(_entry(model), backend=backend, dynamic=dynamic, **_limit())
+            model.__dict__["_compiled_call_impl"] = _with_hook_guards(compiled)
 
     def _settings(self) -> dict[str, Any]:
-        return {"target": self.target, "inner": self.inner, "dynamic": self.dynamic}
+        names = ("target", "inner", "dynamic", "traceable")
+        return {name: getattr(self, name) for name in names}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shell:
         copied = memo[id(self.model)]
@@ -144,6 +150,21 @@ class Shell:
 
     def __setstate__(self, settings: dict[str, Any]) -> None:
         self.__init__(settings.pop("model"), **settings)  # type: ignore[misc]
+
+
+def _with_hook_guards(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Guard on module hooks too, so that one added or removed after the first call counts.
+
+    Dynamo leaves these guards out by default; its setting is read while a frame is traced.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return compiled(*args, **kwargs)
+        with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):  # type: ignore[attr-defined]
+            return compiled(*args, **kwargs)
+
+    return call
 
 
 def untraceable(model: nn.Module) -> str | None:
@@ -164,6 +185,16 @@ def untraceable(model: nn.Module) -> str | None:
 def restore_shell() -> Shell:
     """Undo ``Shell.__reduce__``; the settings follow, once the module exists."""
     return Shell.__new__(Shell)
+
+
+def _limit() -> dict[str, Any]:
+    """A recompile limit for this model alone: forwards and each kind of cache share one frame.
+
+    Past the limit Dynamo runs a frame eagerly without an error. torch.compile takes the limit as an
+    argument from torch 2.13 on; before that the global setting rules.
+    """
+    takes_limit = "recompile_limit" in inspect.signature(torch.compile).parameters
+    return {"recompile_limit": RECOMPILE_LIMIT} if takes_limit else {}
 
 
 def _entry(model: nn.Module) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import cast
 
 
 @dataclass(slots=True)
@@ -22,6 +23,16 @@ class RunState:
     fallbacks: Counter[str] = field(default_factory=Counter)
     unnormalized: list[str] = field(default_factory=list)
     strict: bool = False
+
+    def __deepcopy__(self, memo: dict[int, object]) -> RunState:
+        """A copy of a model counts for itself, from zero."""
+        return cast(RunState, memo.setdefault(id(self), RunState(strict=self.strict)))
+
+    def __reduce__(self) -> tuple[type[RunState], tuple[()], dict[str, bool]]:
+        return RunState, (), {"strict": self.strict}
+
+    def __setstate__(self, settings: dict[str, bool]) -> None:
+        self.strict = settings["strict"]
 
     @property
     def recompiles(self) -> int:

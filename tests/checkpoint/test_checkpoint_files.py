@@ -32,7 +32,10 @@ def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
     return (
         left.dtype is right.dtype
         and left.shape == right.shape
-        and left.contiguous().reshape(-1).view(torch.uint8).equal(right.contiguous().reshape(-1).view(torch.uint8))
+        and left.contiguous()
+        .reshape(-1)
+        .view(torch.uint8)
+        .equal(right.contiguous().reshape(-1).view(torch.uint8))
     )
 
 
@@ -119,7 +122,9 @@ def test_reads_land_on_the_cpu_whatever_the_default_device(write_bytes: WriteByt
 def test_config_metadata_and_quantization(write_bytes: WriteBytes) -> None:
     path = write_bytes(save({"a": A}, metadata={"lm_head.weight": "a"}))
     quantization = {"quant_method": "gptq", "bits": 4}
-    (path.parent / "config.json").write_text(json.dumps({"model_type": "toy", "quantization_config": quantization}))
+    (path.parent / "config.json").write_text(
+        json.dumps({"model_type": "toy", "quantization_config": quantization})
+    )
     checkpoint = open_checkpoint(path.parent)
     assert checkpoint.metadata == {"lm_head.weight": "a"}
     assert checkpoint.config["model_type"] == "toy"
@@ -173,7 +178,11 @@ def test_absent_key_names_the_nearest(write_bytes: WriteBytes) -> None:
 
 
 def test_only_the_assignment_of_the_index_counts(write_sharded: WriteSharded) -> None:
-    files = {"x.safetensors": {"a": A, "b": B}, "y.safetensors": {"a": A + 1}, "stray.safetensors": {"a": A + 2, "c": B}}
+    files = {
+        "x.safetensors": {"a": A, "b": B},
+        "y.safetensors": {"a": A + 1},
+        "stray.safetensors": {"a": A + 2, "c": B},
+    }
     folder = write_sharded(files, {"a": "y.safetensors", "b": "x.safetensors"})
     (folder / "model.safetensors").write_bytes(b"damaged, but not in the index")
     checkpoint = open_checkpoint(folder)
@@ -200,7 +209,9 @@ def test_same_key_in_two_files_without_an_index(write_sharded: WriteSharded) -> 
 
 def test_two_indexes_are_not_guessed_between(write_sharded: WriteSharded) -> None:
     folder = write_sharded({"x.safetensors": {"a": A}}, {"a": "x.safetensors"})
-    shutil.copy(folder / "model.safetensors.index.json", folder / "diffusion_pytorch_model.safetensors.index.json")
+    shutil.copy(
+        folder / "model.safetensors.index.json", folder / "diffusion_pytorch_model.safetensors.index.json"
+    )
     with pytest.raises(CheckpointFileError, match="two indexes"):
         open_checkpoint(folder)
     assert list(open_checkpoint(folder / "model.safetensors.index.json").infos) == ["a"]
@@ -248,7 +259,9 @@ def test_shard_in_a_subfolder_is_allowed(write_sharded: WriteSharded) -> None:
 
 def test_index_naming_a_tensor_that_its_shard_lacks(write_sharded: WriteSharded) -> None:
     folder = write_sharded({"x.safetensors": {"a": A}}, {"a": "x.safetensors", "b": "x.safetensors"})
-    with pytest.raises(CheckpointFileError, match=r"places tensor 'b' in x.safetensors, which does not hold it"):
+    with pytest.raises(
+        CheckpointFileError, match=r"places tensor 'b' in x.safetensors, which does not hold it"
+    ):
         open_checkpoint(folder)
 
 
@@ -278,7 +291,9 @@ def test_damaged_index(text: str, words: str, tmp_path: Path) -> None:
         (["model_index.json"], "pass the folder of one component"),
     ],
 )
-def test_folder_without_weights_says_what_was_looked_for(names: list[str], words: str, tmp_path: Path) -> None:
+def test_folder_without_weights_says_what_was_looked_for(
+    names: list[str], words: str, tmp_path: Path
+) -> None:
     for name in names:
         (tmp_path / name).write_text("{}")
     with pytest.raises(CheckpointFileError, match=words):
@@ -299,7 +314,12 @@ def test_pickles_are_never_loaded(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("path", "words"),
-    [("org/model", "download it first"), ("/no/such/folder", "no file or folder"), ("a\0b", "no file"), ("", "empty")],
+    [
+        ("org/model", "download it first"),
+        ("/no/such/folder", "no file or folder"),
+        ("a\0b", "no file"),
+        ("", "empty"),
+    ],
 )
 def test_absent_path(path: str, words: str) -> None:
     with pytest.raises(CheckpointFileError, match=words):

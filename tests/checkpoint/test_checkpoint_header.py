@@ -31,7 +31,11 @@ JSON_VALUES = st.recursive(
     max_leaves=8,
 )
 GOOD = save(
-    {"a.weight": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(7, dtype=torch.int16), "c": torch.empty(0, 4)},
+    {
+        "a.weight": torch.arange(6.0).reshape(2, 3),
+        "b": torch.tensor(7, dtype=torch.int16),
+        "c": torch.empty(0, 4),
+    },
     metadata={"format": "pt"},
 )
 
@@ -40,7 +44,7 @@ def parse(raw: bytes) -> Header:
     """Read a header from memory, checking that no more is asked for than exists."""
 
     def read(offset: int, count: int) -> bytes:
-        assert 0 <= offset
+        assert offset >= 0
         assert offset + count <= len(raw)
         return raw[offset : offset + count]
 
@@ -81,7 +85,10 @@ def test_metadata_without_tensors_is_an_empty_checkpoint() -> None:
 
 
 def test_padding_behind_the_json_is_allowed() -> None:
-    assert parse(pack(json.dumps({"a": entry([1], 0, 4)}).encode() + b"    ", bytes(4))).tensors[0].offset == 8 + 65
+    assert (
+        parse(pack(json.dumps({"a": entry([1], 0, 4)}).encode() + b"    ", bytes(4))).tensors[0].offset
+        == 8 + 65
+    )
 
 
 def test_f4_shape_is_halved_once() -> None:
@@ -100,7 +107,10 @@ def test_odd_f4_width_is_refused(shape: list[int]) -> None:
     [
         (b"", "is empty"),
         (b"1234567", "has 7 bytes"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "Git LFS pointer.*git lfs pull"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+            "Git LFS pointer.*git lfs pull",
+        ),
         (struct.pack("<Q", 2**63) + b"{}", "declares a header of 9223372036854775808 bytes but has only 10"),
         (struct.pack("<Q", 3) + b"{}", "declares a header of 3 bytes but has only 10"),
         (GOOD[:-1], r"cut short.*\(1 missing\)"),
@@ -115,7 +125,10 @@ def test_odd_f4_width_is_refused(shape: list[int]) -> None:
         (pack(b'{"__metadata__": {}, "__metadata__": {}}'), "'__metadata__' appears twice"),
         (pack({"__metadata__": {"a": 1}}), "__metadata__ in the header is not an object of texts"),
         (pack({"__metadata__": []}), "__metadata__ in the header is not an object of texts"),
-        (pack(b'{"\\ud800": {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}}', bytes(4)), "not valid Unicode"),
+        (
+            pack(b'{"\\ud800": {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}}', bytes(4)),
+            "not valid Unicode",
+        ),
     ],
 )
 def test_damaged_file_is_refused_in_words(raw: bytes, words: str) -> None:
@@ -162,7 +175,7 @@ def test_tensors_must_fill_the_data(begin: int, words: str) -> None:
 
 
 def test_first_tensor_must_start_the_data() -> None:
-    with pytest.raises(CheckpointFileError, match="'a'.*leaves a hole after 'the header'"):
+    with pytest.raises(CheckpointFileError, match=r"'a'.*leaves a hole after 'the header'"):
         parse(pack({"a": entry([1], 4, 8)}, bytes(8)))
 
 
@@ -177,7 +190,7 @@ def test_long_header_of_a_long_file_is_called_a_limit() -> None:
         assert offset == 0, "the header must not be read"
         return struct.pack("<Q", MAX_HEADER_BYTES + 1).ljust(count, b"{")
 
-    with pytest.raises(CheckpointFileError, match="over the limit.*not corruption"):
+    with pytest.raises(CheckpointFileError, match=r"over the limit.*not corruption"):
         read_header(read, MAX_HEADER_BYTES + 9, file="model.safetensors", path=HERE)
 
 
@@ -240,12 +253,13 @@ def test_any_json_as_header(table: dict[str, object], data: int) -> None:
     check_never_breaks(pack(table, bytes(data)))
 
 
-@given(st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 4), max_size=3)), max_size=4))
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 4), max_size=3)), max_size=4)
+)
 def test_every_well_formed_header_is_accepted(tensors: list[tuple[str, list[int]]]) -> None:
     table, end = {}, 0
-    for number, (dtype, shape) in enumerate(tensors):
-        if dtype == "F4":
-            shape = [*shape, 2]
+    for number, (dtype, dims) in enumerate(tensors):
+        shape = [*dims, 2] if dtype == "F4" else dims
         count = torch.Size(shape).numel()
         size = count // 2 if dtype == "F4" else count * DTYPES[dtype].itemsize
         table[f"t{number}"] = entry(shape, end, end + size, dtype)

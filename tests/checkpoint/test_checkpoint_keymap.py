@@ -127,14 +127,20 @@ def test_renamed_layers_are_not_guessed() -> None:
 
 
 def test_both_spellings_of_a_compiled_layer_must_be_equal() -> None:
-    keymap = resolve_keys([("a.weight",), ("b.weight",)], stored(["a._orig_mod.weight", "b.weight", "b._orig_mod.weight"]))
+    keymap = resolve_keys(
+        [("a.weight",), ("b.weight",)], stored(["a._orig_mod.weight", "b.weight", "b._orig_mod.weight"])
+    )
     assert keymap.entries["b.weight"].keys == ("b.weight",)
     assert keymap.entries["b.weight"].same == ("b._orig_mod.weight",)
     assert keymap.extra == ()
 
 
 @given(
-    st.lists(st.lists(st.sampled_from(["a", "b", "0", "module", "model"]), min_size=1, max_size=3), min_size=1, max_size=5),
+    st.lists(
+        st.lists(st.sampled_from(["a", "b", "0", "module", "model"]), min_size=1, max_size=3),
+        min_size=1,
+        max_size=5,
+    ),
     st.sampled_from(["", "module.", "model.", "_orig_mod.", "x.y."]),
 )
 def test_a_global_prefix_never_misplaces_a_tensor(parts: list[list[str]], prefix: str) -> None:
@@ -203,8 +209,16 @@ def test_key_map_may_read_one_key_for_two_weights() -> None:
 @pytest.mark.parametrize(
     ("key_map", "kind", "words"),
     [
-        ({"embd.weight": "embed.weight"}, KeyMapError, r"no weight 'embd.weight' \(nearest names: embed.weight"),
-        ({"embed.weight": "embd.weight"}, KeyMapError, r"no key 'embd.weight' for 'embed.weight' \(nearest keys: embed"),
+        (
+            {"embd.weight": "embed.weight"},
+            KeyMapError,
+            r"no weight 'embd.weight' \(nearest names: embed.weight",
+        ),
+        (
+            {"embed.weight": "embd.weight"},
+            KeyMapError,
+            r"no key 'embd.weight' for 'embed.weight' \(nearest keys: embed",
+        ),
         (lambda fqn: fqn + "x", KeyMapError, "no key 'embed.weightx'"),
         (lambda fqn: 3, ConfigError, "gives 3 for 'embed.weight'"),
         ([("embed.weight", "x")], ConfigError, "expected a dict"),
@@ -222,7 +236,10 @@ def test_optional_names_may_be_missing_and_are_found_if_stored() -> None:
     groups = [("fc.weight",), ("bn.running_mean",), ("rotary.inv_freq",)]
     optional = {"bn.running_mean", "rotary.inv_freq"}
     keymap = resolve_keys(groups, stored(["module.fc.weight", "module.bn.running_mean"]), optional=optional)
-    assert chosen(keymap) == {"fc.weight": ("module.fc.weight",), "bn.running_mean": ("module.bn.running_mean",)}
+    assert chosen(keymap) == {
+        "fc.weight": ("module.fc.weight",),
+        "bn.running_mean": ("module.bn.running_mean",),
+    }
     assert keymap.missing == ()
 
 

@@ -110,17 +110,13 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], Mapping[st
 
 
 def rename(folder: Path, rules: Mapping[str, str]) -> None:
-    def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        renamed = {}
-        for key, value in tensors.items():
-            for pattern, text in rules.items():
-                if re.search(pattern, key):
-                    key = re.sub(pattern, text, key)
-                    break
-            renamed[key] = value
-        return renamed
+    """Rename the stored keys; the first pattern that is found in a key counts."""
 
-    rewrite(folder, change)
+    def spell(key: str) -> str:
+        found = next((rule for rule in rules.items() if re.search(rule[0], key)), None)
+        return re.sub(*found, key) if found else key
+
+    rewrite(folder, lambda tensors: {spell(key): value for key, value in tensors.items()})
 
 
 # --------------------------------------------------------------------------------- experts
@@ -147,13 +143,19 @@ def test_experts_are_merged_as_by_from_pretrained(config: Any, key: str, tmp_pat
 
 
 def keymap_experts(config: Any) -> int:
-    return int(getattr(config, "num_local_experts", None) or getattr(config, "n_routed_experts", None) or config.num_experts)
+    return int(
+        getattr(config, "num_local_experts", None)
+        or getattr(config, "n_routed_experts", None)
+        or config.num_experts
+    )
 
 
 def test_conversion_is_traced_to_plain_operations(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(MIXTRAL).save_pretrained(tmp_path)
     checkpoint = open_checkpoint(tmp_path)
-    entry = resolve(on_meta(AutoModelForCausalLM, MIXTRAL), checkpoint).entries["model.layers.0.mlp.experts.gate_up_proj"]
+    entry = resolve(on_meta(AutoModelForCausalLM, MIXTRAL), checkpoint).entries[
+        "model.layers.0.mlp.experts.gate_up_proj"
+    ]
     assert entry.convert is not None
     tensors = [checkpoint.read(key) for key in entry.keys]
     graph = make_fx(entry.convert)(*tensors)
@@ -215,7 +217,9 @@ def test_lost_expert_is_told_before_anything_is_read(lost: list[str], tmp_path: 
         with pytest.raises(MissingWeightError, match=r"experts.gate_up_proj: .*Concatenate of .* failed"):
             require_complete(keymap, checkpoint)
     else:
-        with pytest.raises(WeightMismatchError, match=r"of 22 stored tensors .*gives shape \(11, 48, 16\).*\(12, 48, 16\)"):
+        with pytest.raises(
+            WeightMismatchError, match=r"of 22 stored tensors .*gives shape \(11, 48, 16\).*\(12, 48, 16\)"
+        ):
             resolve(model, checkpoint)
 
 
@@ -272,7 +276,10 @@ def test_experts_of_a_vision_language_model_are_transposed(tmp_path: Path) -> No
 
 def test_old_names_of_a_vision_language_model(tmp_path: Path) -> None:
     vision = {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "mlp_ratio": 2}
-    text = {**TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+    text = {
+        **TEXT,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+    }
     config = Qwen2VLConfig(text_config=text, vision_config=vision)
     AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
     rename(tmp_path, {r"^model\.visual\.": "visual.", r"^model\.language_model\.": "model."})
@@ -284,7 +291,12 @@ def test_old_names_of_a_vision_language_model(tmp_path: Path) -> None:
 
 
 def test_old_names_of_llava(tmp_path: Path) -> None:
-    vision = {"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    vision = {
+        "model_type": "clip_vision_model",
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+    }
     vision |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4, "projection_dim": 16}
     config = LlavaConfig(text_config=LLAMA, vision_config=vision, vision_feature_layer=-1)
     AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
@@ -298,6 +310,20 @@ def test_old_names_of_llava(tmp_path: Path) -> None:
     )
     keymap = check_equals_from_pretrained(AutoModelForImageTextToText, config, tmp_path)
     assert keymap.entries["lm_head.weight"].keys == ("language_model.lm_head.weight",)
+    checkpoint = open_checkpoint(tmp_path)
+    wrapped = open_checkpoint({f"module.{key}": checkpoint.read(key) for key in checkpoint.infos})
+    keymap = resolve(on_meta(AutoModelForImageTextToText, config), wrapped)
+    assert keymap.missing == ()
+    assert keymap.entries["lm_head.weight"].keys == ("module.language_model.lm_head.weight",)
+
+
+def test_older_transformers_without_conversions_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = on_meta(AutoModelForCausalLM, LLAMA)
+    checkpoint = open_checkpoint(model.state_dict())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    keymap = resolve(model, checkpoint)
+    assert keymap.missing == ()
+    assert any("no conversion mapping" in note for note in keymap.notes)
 
 
 def test_gamma_and_beta_of_old_checkpoints(tmp_path: Path) -> None:
@@ -373,13 +399,17 @@ def test_keys_that_the_class_ignores_are_no_extras(tmp_path: Path) -> None:
 def test_two_old_spellings_of_one_weight_must_be_equal(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(LLAMA).save_pretrained(tmp_path)
     rewrite(tmp_path, lambda tensors: {**tensors, "norm.weight": tensors["model.norm.weight"]})
-    entry = resolve(on_meta(AutoModelForCausalLM, LLAMA), open_checkpoint(tmp_path)).entries["model.norm.weight"]
+    entry = resolve(on_meta(AutoModelForCausalLM, LLAMA), open_checkpoint(tmp_path)).entries[
+        "model.norm.weight"
+    ]
     assert (entry.keys, entry.same) == (("model.norm.weight",), ("norm.weight",))
 
 
 def test_hostile_keys_do_not_break_the_order() -> None:
     model = AutoModelForCausalLM.from_config(LLAMA)
     strange = ["a.\u00b2", "b." + "9" * 5000, "", ".", "..weight"]
-    keymap = resolve(model, open_checkpoint({**model.state_dict(), **{key: torch.ones(1) for key in strange}}))
+    keymap = resolve(
+        model, open_checkpoint({**model.state_dict(), **{key: torch.ones(1) for key in strange}})
+    )
     assert keymap.missing == ()
     assert set(keymap.extra) == set(strange)

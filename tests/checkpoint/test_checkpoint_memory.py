@@ -24,7 +24,13 @@ def test_dict_hands_out_the_tensors_themselves() -> None:
     assert torch.equal(rows, A[1:3])
     assert rows.data_ptr() == A[1:].data_ptr()
     info = checkpoint.infos["a"]
-    assert (info.dtype, info.shape, info.nbytes, info.file, info.offset) == (torch.float32, (3, 2), 24, None, None)
+    assert (info.dtype, info.shape, info.nbytes, info.file, info.offset) == (
+        torch.float32,
+        (3, 2),
+        24,
+        None,
+        None,
+    )
     assert (checkpoint.config, checkpoint.metadata, checkpoint.quantization) == ({}, {}, None)
 
 
@@ -119,5 +125,7 @@ def test_what_is_no_checkpoint(source: object) -> None:
 def test_import_does_not_need_transformers() -> None:
     code = "import fxquant.checkpoint, sys; print('transformers' in sys.modules)"
     root = Path(__file__).parents[2]
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root
+    )
     assert result.stdout.strip() == "False"

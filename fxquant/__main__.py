@@ -1,0 +1,7 @@
+"""``python -m fxquant``: the shell verbs."""
+
+import sys
+
+from fxquant.cli import main
+
+sys.exit(main())
