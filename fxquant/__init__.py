@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fxquant.api import compile, lower, plan
 from fxquant.config import QuantConfig
+from fxquant.lowered import Lowered
 from fxquant.options import Options
 from fxquant.parameters import meta_init
 from fxquant.plan import Plan
@@ -15,6 +16,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "Kernel",
     "Limit",
+    "Lowered",
     "Options",
     "Plan",
     "QuantConfig",

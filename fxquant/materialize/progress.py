@@ -23,6 +23,11 @@ class Progress:
     memory_peak: int
 
     @property
+    def share(self) -> float:
+        """Share of the bytes that is done, 0 to 1."""
+        return self.done_bytes / self.total_bytes if self.total_bytes else 1.0
+
+    @property
     def rate(self) -> float:
         """Bytes per second so far."""
         return self.done_bytes / self.seconds if self.seconds > 0 else 0.0
@@ -32,26 +37,34 @@ Report = Callable[[Progress], None]
 
 
 class Bar:
-    """A line on a terminal: bytes, rate, current tensor, memory now and peak."""
+    """Shows bytes, rate, current tensor, memory now and peak: one line that is redrawn on a
+    terminal, a line for each tenth elsewhere.
+    """
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self.stream = stream or sys.stderr
-        self.shown = 0.0
+        self.terminal = self.stream.isatty()
+        self.shown_at = 0.0
+        self.shown_tenth = -1
 
     def __call__(self, step: Progress) -> None:
-        last = step.done_bytes >= step.total_bytes
-        now = time.monotonic()
-        if not last and now - self.shown < 0.05:
+        if not self._is_due(step):
             return
-        self.shown = now
-        share = step.done_bytes / max(step.total_bytes, 1)
         text = (
-            f"{share:4.0%} {step.done_bytes / MIB:.0f}/{step.total_bytes / MIB:.0f} MiB "
+            f"{step.share:4.0%} {step.done_bytes / MIB:.0f}/{step.total_bytes / MIB:.0f} MiB "
             f"{step.rate / MIB:.0f} MiB/s  memory {step.memory_now / MIB:.0f} "
             f"(peak {step.memory_peak / MIB:.0f}) MiB  {step.tensor[-48:]}"
         )
-        self.stream.write(f"\r\x1b[2K{text}" + ("\n" if last else ""))
+        end = "\n" if step.share >= 1 or not self.terminal else ""
+        self.stream.write((f"\r\x1b[2K{text}" if self.terminal else text) + end)
         self.stream.flush()
+
+    def _is_due(self, step: Progress) -> bool:
+        now, tenth = time.monotonic(), int(step.share * 10)
+        due = tenth > self.shown_tenth or (self.terminal and now - self.shown_at > 0.05)
+        if due or step.share >= 1:
+            self.shown_at, self.shown_tenth = now, tenth
+        return due or step.share >= 1
 
 
 def choose_progress(progress: bool | Report | None) -> Report | None:

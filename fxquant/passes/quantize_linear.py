@@ -13,7 +13,7 @@ from torch import fx
 
 from fxquant import ops as _ops  # noqa: F401 - registers the dialect
 from fxquant.graph import call, inserting_before, items, value
-from fxquant.passes.weight_uses import Cut, LinearUse, weight_uses
+from fxquant.passes.weight_uses import Cut, LinearUse, matmul_operands, weight_uses
 
 aten = torch.ops.aten
 fxq = torch.ops.fxquant
@@ -33,13 +33,16 @@ def quantize_linear(gm: fx.GraphModule) -> int:
 
 def _rewrite(gm: fx.GraphModule, use: LinearUse, source: fx.Node, act_spec: str) -> None:
     node = use.node
+    operands = matmul_operands(node)
+    assert operands is not None
+    x, _, bias, _ = operands
     with inserting_before(gm, node):
         codes, scale = source.args[0], source.args[1]
         for cut in use.cuts:
             codes = _cut(gm, codes, cut)
             scale = _cut(gm, scale, cut) if cut.axis == 0 else scale
-        x_codes, x_scale = items(gm, call(gm, fxq.quantize_act.default, (use.x, act_spec)))
-        args = (x_codes, codes, x_scale, scale, use.bias, value(node).dtype)
+        x_codes, x_scale = items(gm, call(gm, fxq.quantize_act.default, (x, act_spec)))
+        args = (x_codes, codes, x_scale, scale, bias, value(node).dtype)
         new = call(gm, fxq.scaled_mm.default, args)
     node.replace_all_uses_with(new)
     gm.graph.erase_node(node)

@@ -61,11 +61,9 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearUse:
-    """``x @ w`` with the weight's ``k_axis`` contracted, after ``cuts``; ``bias`` is ``[N]`` or None."""
+    """``x @ w`` with the weight's ``k_axis`` contracted, after ``cuts``; see ``matmul_operands``."""
 
     node: fx.Node
-    x: fx.Node
-    bias: fx.Node | None
     k_axis: int
     cuts: tuple[Cut, ...]
     n: int
@@ -177,7 +175,7 @@ def _terminal_use(user: fx.Node, view: _View) -> LinearUse | OtherUse:
 def _match_linear(user: fx.Node, view: _View) -> LinearUse | str:
     """The linear use that ``user`` is, or why it is none."""
     name = target_name(user)
-    operands = _operands(user)
+    operands = matmul_operands(user)
     if operands is None:
         return f"used by {name}, which cannot take codes"
     x, w, bias, k_first = operands
@@ -191,12 +189,10 @@ def _match_linear(user: fx.Node, view: _View) -> LinearUse | str:
     n, k = value(w).shape[1 - k_dim], value(w).shape[k_dim]
     if bias is not None and tuple(value(bias).shape) != (n,):
         return f"used by {name} with an addend of shape {tuple(value(bias).shape)}, not [{n}]"
-    return LinearUse(
-        node=user, x=x, bias=bias, k_axis=view.axes[k_dim], cuts=view.cuts, n=int(n), k=int(k)
-    )
+    return LinearUse(node=user, k_axis=view.axes[k_dim], cuts=view.cuts, n=int(n), k=int(k))
 
 
-def _operands(user: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, bool] | None:
+def matmul_operands(user: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, bool] | None:
     """``(x, weight, bias, whether K is the weight's first axis)`` of a matmul-like call."""
     args: tuple[Any, ...] = user.args
     if is_call(user, aten.linear.default):

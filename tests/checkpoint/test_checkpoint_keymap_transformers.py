@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import re
 import weakref
@@ -29,7 +30,9 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3VLMoeConfig,
     Wav2Vec2Config,
+    conversion_mapping,
 )
+from transformers.core_model_loading import Transpose, WeightConverter, WeightRenaming
 
 from fxquant.checkpoint import Checkpoint, KeyMap, open_checkpoint, require_complete, resolve_keys
 from fxquant.errors import KeyMapError, MissingWeightError, WeightMismatchError
@@ -360,6 +363,42 @@ def test_weight_norm_of_old_checkpoints(tmp_path: Path) -> None:
     assert f"{base}.weight_g" in open_checkpoint(tmp_path).infos
     keymap = check_equals_from_pretrained(AutoModel, config, tmp_path)
     assert keymap.entries[f"{base}.parametrizations.weight.original0"].keys == (f"{base}.weight_g",)
+
+
+def with_conversions(monkeypatch: pytest.MonkeyPatch, *added: Any) -> None:
+    """Let transformers know more conversions."""
+    real = conversion_mapping.get_model_conversion_mapping
+    monkeypatch.setattr(
+        conversion_mapping,
+        "get_model_conversion_mapping",
+        lambda model: [*real(model), *copy.deepcopy(added)],
+    )
+
+
+@pytest.mark.parametrize("stored", ["first release", "model layout"])
+def test_converter_of_a_name_to_itself_is_judged_by_the_shape(
+    stored: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pattern = "mlp.down_proj.weight"
+    with_conversions(monkeypatch, WeightConverter(pattern, pattern, [Transpose(0, 1)]))
+    model = AutoModelForCausalLM.from_config(LLAMA)
+    name = "model.layers.0.mlp.down_proj.weight"
+    flip = stored == "first release"
+    tensors = {
+        key: value.T if flip and pattern in key else value for key, value in model.state_dict().items()
+    }
+    checkpoint = open_checkpoint(tensors)
+    keymap = resolve(on_meta(AutoModelForCausalLM, LLAMA), checkpoint)
+    assert keymap.entries[name].rule == ("transformers: Transpose" if flip else "exact")
+    assert torch.equal(values(keymap, checkpoint)[name], model.state_dict()[name])
+
+
+def test_rename_that_leads_nowhere_is_not_applied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    AutoModelForCausalLM.from_config(MIXTRAL).save_pretrained(tmp_path)
+    with_conversions(monkeypatch, WeightRenaming("input_layernorm", "no_such_norm"))
+    keymap = resolve(on_meta(AutoModelForCausalLM, MIXTRAL), open_checkpoint(tmp_path))
+    assert keymap.missing == ()
+    assert keymap.entries["model.layers.0.input_layernorm.weight"].rule == "exact"
 
 
 # ------------------------------------------------------------------------- base models and heads
