@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fxquant.errors import MissingBufferError
@@ -59,30 +62,30 @@ def meta_init() -> Iterator[None]:
 
     Use it around the model's constructor. Parameters take no memory once registered; buffers
     (rotary tables, position ids, masks), which checkpoints often do not hold, keep the values that
-    the constructor gives them. Parameters that are tied while the model is built stay tied.
+    the constructor gives them. Parameters that are tied while the model is built stay tied. Models
+    that other threads build meanwhile are not touched.
     """
-    original = nn.Module.register_parameter
     moved = WeakIdKeyDictionary()
+    thread = threading.get_ident()
 
-    def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        original(self, name, param)
-        if param is None or param.is_meta:
-            return
+    def to_meta(module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter | None:
+        if param.is_meta or is_lazy(param) or threading.get_ident() != thread:
+            return None
         if param not in moved:
             moved[param] = _on_meta(param)
-        self._parameters[name] = moved[param]
+        return moved[param]  # type: ignore[no-any-return]
 
-    nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
+    handle = register_module_parameter_registration_hook(to_meta)
     try:
         yield
     finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
+        handle.remove()
 
 
 def _on_meta(param: nn.Parameter) -> nn.Parameter:
-    kept = dict(param.__dict__)
-    meta = type(param)(param.detach().to("meta"), requires_grad=param.requires_grad)
-    meta.__dict__.update(kept)
+    """The same class and attributes; a subclass may have a constructor of its own, so it is not called."""
+    meta = torch.Tensor._make_subclass(type(param), param.detach().to("meta"), param.requires_grad)
+    meta.__dict__.update(param.__dict__)
     return meta
 
 

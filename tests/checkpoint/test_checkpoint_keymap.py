@@ -195,6 +195,12 @@ def test_key_map_of_a_tied_name() -> None:
     assert keymap.missing == ()
 
 
+def test_key_map_of_a_tied_name_counts_before_a_stored_name() -> None:
+    checkpoint = stored(["embed.weight", "tok", "mix.weight"])
+    entry = resolve_keys(TIED, checkpoint, key_map={"lm_head.weight": "tok"}).entries["embed.weight"]
+    assert (entry.keys, entry.same, entry.rule) == (("tok",), ("embed.weight",), "key_map")
+
+
 def test_key_map_does_not_keep_a_prefix_from_being_found() -> None:
     keymap = resolve_keys(TIED, stored(["tok", "model.mix.weight"]), key_map={"embed.weight": "tok"})
     assert chosen(keymap) == {"embed.weight": ("tok",), "mix.weight": ("model.mix.weight",)}
