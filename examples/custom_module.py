@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             model = Net(width=args.width, depth=args.depth)
         model.eval()
         # The head has ten outputs: nothing to gain, so it is told to stay float.
-        model = fxquant.compile(
+        fxquant.compile(  # in place; it also returns the module
             model, folder, backend="cpu", scheme=args.scheme, ignore=["head"], example_inputs=(x,)
         )
     with torch.no_grad():

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from typing_extensions import Unpack
 
+from fxquant.capture_model import untraceable
 from fxquant.checkpoint import Checkpoint, open_checkpoint
 from fxquant.errors import ConfigError
 from fxquant.lowered import Lowered, lower_model
@@ -18,7 +19,7 @@ from fxquant.parameters import meta_init
 from fxquant.plan import Plan
 from fxquant.planner import make_plan
 from fxquant.report import LoadRecord
-from fxquant.runtime.shell import Shell, install_weights, untraceable
+from fxquant.runtime.shell import Shell, install_weights
 from fxquant.runtime.state import RunState
 
 ModelOrFactory = nn.Module | Callable[[], nn.Module]
@@ -50,7 +51,14 @@ def compile(model: ModelOrFactory, ckpt: Any, **options: Unpack[Options]) -> nn.
     planned = make_plan(module, checkpoint, request)
     progress = choose_progress(options.get("progress"))
     with checkpoint:
-        loaded = materialize(planned.graph, planned.units, checkpoint, report=progress)
+        loaded = materialize(
+            planned.graph,
+            planned.units,
+            checkpoint,
+            names=planned.names,
+            optional={group.fqn for group in planned.groups if group.is_buffer},
+            report=progress,
+        )
     state = RunState(strict=request.strict)
     install_weights(module, planned.groups, planned.forms, loaded.constants, state)
     module.__dict__["fxquant_plan"] = planned.plan

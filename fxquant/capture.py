@@ -7,7 +7,9 @@ a graph of ``torch.compile`` to the same form. Why these steps: docs/design.md, 
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -96,9 +98,7 @@ def fake_tensors_in(model: nn.Module, fake_mode: Any, device: torch.device) -> I
     def fake(tensor: Tensor) -> Tensor:
         if id(tensor) not in memo:
             with fake_mode:
-                empty = torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
-                )
+                empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
             is_param = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(empty, requires_grad=False) if is_param else empty
         return memo[id(tensor)]
@@ -106,6 +106,27 @@ def fake_tensors_in(model: nn.Module, fake_mode: Any, device: torch.device) -> I
     named = {**_named_parameters(model), **_meta_buffers(model)}
     with stateless._reparametrize_module(model, {name: fake(t) for name, t in named.items()}):
         yield
+
+
+@contextlib.contextmanager
+def quiet_failure() -> Iterator[None]:
+    """Keep to the debug log what torch prints about a graph that breaks off, which is no error here.
+
+    Export prints the whole graph so far to stderr, and the fake mode logs the traceback of the op.
+    """
+    printed = io.StringIO()
+    op_log = logging.getLogger("torch._subclasses.fake_tensor")
+    silent, op_log.disabled = op_log.disabled, not log.isEnabledFor(logging.DEBUG)
+    try:
+        with contextlib.redirect_stderr(printed):
+            yield
+    except Exception:
+        log.debug("%s", printed.getvalue())
+        raise
+    else:
+        sys.stderr.write(printed.getvalue())
+    finally:
+        op_log.disabled = silent
 
 
 def _named_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -146,13 +167,15 @@ def capture(
     except Exception as error:
         text = str(error).strip().splitlines()
         first = text[0] if text else ""
-        raise CaptureError(f"{where or 'the model'} does not export: {type(error).__name__}: {first}") from error
+        raise CaptureError(
+            f"{where or 'the model'} does not export: {type(error).__name__}: {first}"
+        ) from error
 
 
 def _export(model: nn.Module, args: Any, kwargs: Any, fake_mode: Any, dynamic: bool) -> Any:
     from torch._guards import TracingContext, tracing
 
-    with tracing(TracingContext(fake_mode)):
+    with tracing(TracingContext(fake_mode)), quiet_failure():
         return torch.export.export(
             model,
             args,
@@ -227,10 +250,16 @@ def rename_placeholders(gm: fx.GraphModule, names: Sequence[str]) -> None:
     gm.recompile()
 
 
+def _fake_mode_of(gm: fx.GraphModule, args: Sequence[Any]) -> Any:
+    """The fake mode of ``args``; where those are numbers alone, of a tensor made in the graph."""
+    inner = (node.meta.get("example_value") for node in gm.graph.nodes)
+    modes = (getattr(value, "fake_mode", None) for value in (*args, *inner))
+    return next((mode for mode in modes if mode is not None), contextlib.nullcontext())
+
+
 def normalize(gm: fx.GraphModule, args: Sequence[Any]) -> fx.GraphModule:
     """A graph of ``torch.compile`` in the same flat form; ``args`` are fakes for its placeholders."""
-    modes = [mode for mode in (getattr(arg, "fake_mode", None) for arg in args) if mode is not None]
-    mode = modes[0] if modes else contextlib.nullcontext()
+    mode = _fake_mode_of(gm, args)
     names = [str(node.target) for node in gm.graph.find_nodes(op="placeholder")]
     try:
         with quiet_fast_paths():

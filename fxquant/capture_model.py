@@ -6,16 +6,25 @@ a walk over modules, where nothing is traced.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fxquant.capture import Captured, capture, fake_tensors_in, make_fake_mode, quiet_fast_paths
+from fxquant.capture import (
+    Captured,
+    capture,
+    fake_tensors_in,
+    make_fake_mode,
+    quiet_failure,
+    quiet_fast_paths,
+)
 from fxquant.errors import CaptureError
 from fxquant.model_inputs import build_inputs, normalize_inputs
 
@@ -72,44 +81,54 @@ def _by_submodule(
     device: torch.device,
     dynamic: bool,
 ) -> ModelCapture:
-    """Capture each outermost submodule that traces, on the inputs that a fake run gives it."""
+    """Capture each outermost submodule that traces, on the inputs that a fake run gives it.
+
+    Where one fails, others of its kind would too (the blocks of a tower): those are not tried.
+    """
     seen = _record_inputs(model, args, kwargs, device)
     graphs: list[Captured] = []
     done: list[str] = []
+    failed: set[tuple[object, ...]] = set()
     for name, (sub_args, sub_kwargs) in sorted(seen.items(), key=lambda item: item[0].count(".")):
         if not name or any(name.startswith(f"{above}.") for above in done):
             continue
         module = model.get_submodule(name)
-        if not any(True for _ in module.parameters()):
+        kind = (type(module), *_shapes((sub_args, sub_kwargs)))
+        if kind in failed or not any(True for _ in module.parameters()):
             continue
         try:
-            graphs.append(
-                capture(module, sub_args, sub_kwargs, device=device, dynamic=dynamic, where=name)
-            )
+            graphs.append(capture(module, sub_args, sub_kwargs, device=device, dynamic=dynamic, where=name))
             done.append(name)
         except CaptureError as error:
             log.debug("%s", error)
+            failed.add(kind)
     how = f"{len(graphs)} submodules; the rest by module walk"
     return ModelCapture(graphs=tuple(graphs), how=how, problems=(problem,))
+
+
+def _shapes(inputs: object) -> list[tuple[int, ...]]:
+    return [tuple(leaf.shape) for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
 
 
 def _record_inputs(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
 ) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Run the model on fakes as far as it goes; the first inputs of each module, as empty tensors."""
-    seen: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-    mode = make_fake_mode()
+    """Run the model as far as it goes; the first inputs of each module, as tensors without values.
 
-    def real(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return torch.zeros(tuple(int(size) for size in leaf.shape), dtype=leaf.dtype)
+    Weights are fake and inputs are real: what the inputs alone decide, such as loops over the sizes
+    of images, takes its course, and whatever meets a weight is fake.
+    """
+    seen: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+
+    def empty(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return torch.empty(tuple(int(size) for size in leaf.shape), dtype=leaf.dtype)
         return leaf
 
     def hook_for(name: str) -> Any:
         def hook(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
             if name not in seen:
-                with torch._subclasses.fake_tensor.unset_fake_temporarily():
-                    seen[name] = pytree.tree_map(real, (given, named))
+                seen[name] = pytree.tree_map(empty, (given, named))
 
         return hook
 
@@ -118,12 +137,44 @@ def _record_inputs(
         for name, module in model.named_modules()
     ]
     try:
-        with torch.no_grad(), quiet_fast_paths(), fake_tensors_in(model, mode, device), mode:
-            fakes = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (args, dict(kwargs)))
-            model(*fakes[0], **fakes[1])
+        with torch.no_grad(), quiet_fast_paths(), quiet_failure(), _stand_ins(model, device):
+            own_args, own_kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, dict(kwargs)))
+            model(*own_args, **own_kwargs)
     except Exception as error:
         log.info("the fake run stopped: %s", str(error).splitlines()[0] if str(error) else error)
     finally:
         for handle in handles:
             handle.remove()
     return seen
+
+
+@contextlib.contextmanager
+def _stand_ins(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Fakes in the place of the weights, and copies of the buffers, to which a forward may write."""
+    from torch.nn.utils import stateless
+
+    copies = {
+        name: buffer.clone()
+        for name, buffer in model.named_buffers(remove_duplicate=False)
+        if not buffer.is_meta
+    }
+    with (
+        fake_tensors_in(model, make_fake_mode(), device),
+        stateless._reparametrize_module(model, copies),
+    ):
+        yield
+
+
+def untraceable(model: nn.Module) -> str | None:
+    """Why Dynamo cannot trace the model at all, or None.
+
+    Dynamo imports the module that defines each class; one that was loaded by path and is not in
+    ``sys.modules`` makes it fail with an internal error.
+    """
+    lost = {type(module).__module__ for module in model.modules()} - sys.modules.keys()
+    if not lost:
+        return None
+    return (
+        f"not compiled: the Python module {min(lost)!r} that defines a part of the model is not in sys.modules, "
+        "so torch.compile cannot trace it; the quantized ops run eagerly"
+    )

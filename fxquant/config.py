@@ -62,8 +62,11 @@ class QuantConfig:
 
     def __post_init__(self) -> None:
         find_scheme(self.scheme)
+        given: set[str] = set()
         for pattern, scheme in self.entries:
-            _check_pattern(pattern)
+            if _check_pattern(pattern) in given:
+                raise ConfigError(f"config has two entries for {pattern!r}; the second would never be used")
+            given.add(pattern)
             find_scheme(scheme)
         for pattern in self.ignore:
             _check_pattern(pattern)
@@ -71,9 +74,11 @@ class QuantConfig:
     @staticmethod
     def from_dict(data: Mapping[str, object]) -> QuantConfig:
         """From ``{"scheme": name, "config": {pattern: scheme}, "ignore": [pattern]}``."""
-        unknown = set(data) - {"scheme", "config", "ignore"}
+        if not isinstance(data, Mapping):
+            raise ConfigError(f"a config must be a mapping with 'scheme', got {data!r}")
+        unknown = [key for key in data if key not in ("scheme", "config", "ignore")]
         if unknown:
-            raise ConfigError(f"unknown entries {sorted(unknown)}; known: scheme, config, ignore")
+            raise ConfigError(f"unknown entries {unknown}; known: scheme, config, ignore")
         scheme = data.get("scheme")
         if not isinstance(scheme, str):
             raise ConfigError(f"'scheme' must be the name of a scheme, got {scheme!r}")
@@ -118,6 +123,8 @@ def make_config(scheme: str, config: object = None, ignore: object = None) -> Qu
     if isinstance(config, QuantConfig):
         if ignore is not None:
             raise ConfigError("give `ignore` inside the QuantConfig, or both as plain arguments")
+        if scheme != config.scheme:
+            raise ConfigError(f"scheme={scheme!r}, but the QuantConfig's own scheme is {config.scheme!r}")
         return config
     if config is not None and not isinstance(config, Mapping):
         raise ConfigError(f"`config` must map patterns to schemes, got {type(config).__name__}")
@@ -125,7 +132,7 @@ def make_config(scheme: str, config: object = None, ignore: object = None) -> Qu
     for pattern, name in (config or {}).items():
         if name is not None and not isinstance(name, str):
             raise ConfigError(f"config {pattern!r}: a scheme is a name, got {name!r}")
-        entries.append((_check_pattern(pattern), name or "none"))
+        entries.append((_check_pattern(pattern), "none" if name is None else name))
     if isinstance(ignore, str) or not (ignore is None or isinstance(ignore, Iterable)):
         raise ConfigError(f"`ignore` must be a list of patterns, got {ignore!r}")
     patterns = tuple(_check_pattern(pattern) for pattern in (ignore or ()))

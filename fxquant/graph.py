@@ -94,7 +94,9 @@ def count_calls(gm: fx.GraphModule) -> dict[str, int]:
 
 def target_name(node: fx.Node) -> str:
     """A short stable name of what a node calls: ``aten.linear``, ``fxquant.scaled_mm``."""
-    name = str(node.target) if not callable(node.target) else getattr(node.target, "__name__", str(node.target))
+    name = (
+        str(node.target) if not callable(node.target) else getattr(node.target, "__name__", str(node.target))
+    )
     if isinstance(node.target, torch._ops.OpOverload):
         name = str(node.target).removesuffix(".default")
     return name

@@ -52,7 +52,9 @@ class Lowered:
     def print_readable(self) -> str:
         """Both graphs as code."""
         run = self.run_graph.print_readable(print_output=False)
-        return f"{self.load_graph.print_readable()}\n{self.load_tail.print_readable(print_output=False)}\n{run}"
+        return (
+            f"{self.load_graph.print_readable()}\n{self.load_tail.print_readable(print_output=False)}\n{run}"
+        )
 
     def dump(self) -> str:
         """Both graphs as stable text, for golden tests."""

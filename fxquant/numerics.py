@@ -31,7 +31,8 @@ def _codes_of(x: torch.Tensor, scale: torch.Tensor, top: int) -> torch.Tensor:
     return torch.div(x, scale).round_().clamp_(-top, top).nan_to_num_(0.0).to(torch.int8)
 
 
-def _check_per_row(spec: QuantSpec) -> None:
+def check_per_row(spec: QuantSpec) -> None:
+    """Refuse a spec that there are no numerics for yet."""
     if spec.bits != 8 or spec.block != (1, FULL):
         raise NotImplementedError(f"no reference numerics for {spec}")
 
@@ -41,7 +42,7 @@ def quantize_weight(w_NK: torch.Tensor, spec: QuantSpec) -> tuple[torch.Tensor, 
 
     ``codes = round(w / scale)`` with ``scale = absmax(row) / 127``, all in float32.
     """
-    _check_per_row(spec)
+    check_per_row(spec)
     n, k = w_NK.shape
     codes = torch.empty((n, k), dtype=torch.int8, device=w_NK.device)
     scale = torch.empty((n, 1), dtype=torch.float32, device=w_NK.device)
@@ -56,11 +57,9 @@ def quantize_weight(w_NK: torch.Tensor, spec: QuantSpec) -> tuple[torch.Tensor, 
     return codes, scale
 
 
-def dequantize_weight(
-    codes_NK: torch.Tensor, scale_N1: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+def dequantize_weight(codes_NK: torch.Tensor, scale_N1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Float weight ``[N, K]``: codes times scale in float32, then cast."""
-    return codes_NK.to(torch.float32).mul_(scale_N1).to(dtype)
+    return codes_NK.to(torch.float32).mul_(scale_N1).to(dtype).contiguous()
 
 
 def quantize_act(x_MK: torch.Tensor, spec: QuantSpec) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,7 +67,7 @@ def quantize_act(x_MK: torch.Tensor, spec: QuantSpec) -> tuple[torch.Tensor, tor
 
     NaN and Inf of a token end up in its scale, so they reach the output and are not hidden.
     """
-    _check_per_row(spec)
+    check_per_row(spec)
     x = x_MK.to(torch.float32)
     if x.shape[-1] == 0:
         scale = torch.full((*x.shape[:-1], 1), _TINY, dtype=torch.float32, device=x.device)
@@ -78,13 +77,17 @@ def quantize_act(x_MK: torch.Tensor, spec: QuantSpec) -> tuple[torch.Tensor, tor
 
 
 def int_matmul(a_MK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:
-    """Exact int32 ``a @ b.t()`` of int8 codes on any device, through float32 pieces of K."""
+    """Exact int32 ``a @ b.t()`` of int8 codes on any device, through float32 pieces of K.
+
+    Products are written to ``out``, which autocast leaves alone: it would round them to bfloat16.
+    """
     m, k = a_MK.shape
+    piece = torch.empty((m, b_NK.shape[0]), dtype=torch.float32, device=a_MK.device)
     total = torch.zeros((m, b_NK.shape[0]), dtype=torch.int32, device=a_MK.device)
     for start in range(0, k, EXACT_K):
         a = a_MK[:, start : start + EXACT_K].to(torch.float32)
         b = b_NK[:, start : start + EXACT_K].to(torch.float32)
-        total += (a @ b.t()).to(torch.int32)
+        total += torch.mm(a, b.t(), out=piece).to(torch.int32)
     return total
 
 

@@ -52,7 +52,7 @@ def _check_quantize_act(x: Tensor) -> None:
 @quantize_act.register_fake
 def _(x: Tensor, spec: str) -> tuple[Tensor, Tensor]:
     _check_quantize_act(x)
-    QuantSpec.parse(spec)
+    numerics.check_per_row(QuantSpec.parse(spec))
     codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     return codes, torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
 
@@ -63,7 +63,9 @@ def check_scaled_mm(
     """What every kernel that stands for ``scaled_mm`` demands of its operands."""
     n, k = w.shape if w.dim() == 2 else (-1, -1)
     _require(w.dim() == 2 and w.dtype == torch.int8, f"w_codes must be int8 [N, K], got {w.dtype} {w.shape}")
-    _require(x.dim() >= 1 and x.dtype == torch.int8, f"x_codes must be int8 [..., K], got {x.dtype} {x.shape}")
+    _require(
+        x.dim() >= 1 and x.dtype == torch.int8, f"x_codes must be int8 [..., K], got {x.dtype} {x.shape}"
+    )
     _require(x.shape[-1] == k, f"x_codes has K = {x.shape[-1]}, w_codes has K = {k}")
     _require(k <= numerics.INT32_K, f"K = {k} overflows int32 sums (at most {numerics.INT32_K})")
     _require(x_scale.dtype == torch.float32 and w_scale.dtype == torch.float32, "scales must be float32")
@@ -141,7 +143,7 @@ def _check_weight(w: Tensor) -> None:
 @quantize_weight.register_fake
 def _(w: Tensor, spec: str) -> tuple[Tensor, Tensor]:
     _check_weight(w)
-    QuantSpec.parse(spec)
+    numerics.check_per_row(QuantSpec.parse(spec))
     codes = torch.empty(w.shape, dtype=torch.int8, device=w.device)
     return codes, torch.empty((w.shape[0], 1), dtype=torch.float32, device=w.device)
 
@@ -170,15 +172,20 @@ def _(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def check_same(value: Tensor, other: Tensor, what: str) -> None:
     """Raise unless ``other`` holds the same values as ``value``; ``what`` names them in the error."""
     if value.shape != other.shape or not torch.equal(value, other.to(value.dtype)):
-        raise TiedWeightError(
-            f"{what}: the model ties these names together, the checkpoint stores different values. "
-            "Untie the model (tie_word_embeddings=False) to load both, or drop one from the checkpoint."
-        )
+        raise _differs(what)
+
+
+def _differs(what: str) -> TiedWeightError:
+    return TiedWeightError(
+        f"{what}: the model ties these names together, the checkpoint stores different values. "
+        "Untie the model (tie_word_embeddings=False) to load both, or drop one from the checkpoint."
+    )
 
 
 @check_same.register_fake
 def _(value: Tensor, other: Tensor, what: str) -> None:
-    return None
+    if value.shape != other.shape:
+        raise _differs(what)
 
 
 has_side_effect(torch.ops.fxquant.check_same.default)

@@ -48,7 +48,16 @@ class Options(TypedDict, total=False):
     disable_passes: Iterable[str]
 
 
-RESERVED = ("wide", "placement", "host_budget", "device_budget", "weights", "cache_dir", "max_error", "rotate")
+RESERVED = (
+    "wide",
+    "placement",
+    "host_budget",
+    "device_budget",
+    "weights",
+    "cache_dir",
+    "max_error",
+    "rotate",
+)
 """Names that later releases give a meaning; until then they are refused, never ignored."""
 
 
@@ -105,6 +114,3 @@ def _scheme(scheme: str | None, config: object, checkpoint: Checkpoint | None) -
     if isinstance(config, QuantConfig):
         return config.scheme
     raise ConfigError("the checkpoint is float: say which scheme, for example scheme='int8' or 'none'")
-
-
-

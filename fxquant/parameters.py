@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import stateless
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fxquant.errors import MissingBufferError
+from fxquant.errors import ConfigError, MissingBufferError
+
+PRETRAINED = "transformers.modeling_utils.PreTrainedModel"
+"""The class whose ``_init_weights`` gives buffers their values; named, since it may not be installed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +42,9 @@ def weight_groups(model: nn.Module) -> tuple[WeightGroup, ...]:
         found.setdefault(id(parameter), ([], parameter, False))[0].append(name)
     for name, buffer in model.named_buffers(remove_duplicate=False):
         found.setdefault(id(buffer), ([], buffer, True))[0].append(name)
+    lazy = [names[0] for names, tensor, _ in found.values() if is_lazy(tensor)]
+    if lazy:
+        raise ConfigError(f"{lazy[0]} has no shape yet: give a lazy module its first input before planning")
     persistent = set(model.state_dict(keep_vars=True))
     return tuple(
         WeightGroup(
@@ -68,14 +75,15 @@ def meta_init() -> Iterator[None]:
     moved = WeakIdKeyDictionary()
     thread = threading.get_ident()
 
-    def to_meta(module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter | None:
+    def to_meta(_module: nn.Module, _name: str, param: nn.Parameter) -> nn.Parameter | None:
         if param.is_meta or is_lazy(param) or threading.get_ident() != thread:
             return None
         if param not in moved:
             moved[param] = _on_meta(param)
         return moved[param]  # type: ignore[no-any-return]
 
-    handle = register_module_parameter_registration_hook(to_meta)
+    # torch types the hook as one that returns nothing; what it returns takes the parameter's place.
+    handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
     try:
         yield
     finally:
@@ -92,20 +100,18 @@ def _on_meta(param: nn.Parameter) -> nn.Parameter:
 def repair_buffers(model: nn.Module, held: frozenset[str]) -> tuple[str, ...]:
     """Give buffers on meta, that no checkpoint key holds, the values their initializer would.
 
-    Returns the FQNs that were repaired. transformers models are re-initialized module by module
-    (``_init_weights``), diffusers models rebuilt from their config. ``MissingBufferError`` lists
-    what stays without a value; nothing is ever filled with zeros.
+    Returns the FQNs that were repaired. diffusers models are rebuilt from their config; elsewhere
+    transformers models, also as parts, are re-initialized module by module (``_init_weights``).
+    ``MissingBufferError`` lists what stays without a value; nothing is ever filled with zeros, and
+    nothing that holds values is written to.
     """
     lost = [name for name in _meta_buffers(model) if name not in held]
     if not lost:
         return ()
     donor = _rebuilt(model)
     if donor is not None:
-        for name in lost:
-            owner, key = owner_of(model, name)
-            source, _ = owner_of(donor, name)
-            owner._buffers[key] = source._buffers[key]
-    elif hasattr(type(model), "_init_weights"):
+        _take_buffers(model, donor, lost)
+    else:
         _initialize_buffers(model, lost)
     left = [name for name in _meta_buffers(model) if name not in held]
     if left:
@@ -129,23 +135,48 @@ def _rebuilt(model: nn.Module) -> nn.Module | None:
         return type(model).from_config(model.config)  # type: ignore[attr-defined,no-any-return]
 
 
+def _take_buffers(model: nn.Module, donor: nn.Module, lost: list[str]) -> None:
+    """Move the donor's buffers over, in the dtype that the model has since been cast to."""
+    given = dict(donor.named_buffers(remove_duplicate=False))
+    for name in lost:
+        owner, key = owner_of(model, name)
+        wanted, source = owner._buffers[key], given.get(name)
+        assert wanted is not None
+        if source is not None and source.shape == wanted.shape:
+            owner._buffers[key] = source.to(wanted.dtype)
+
+
 def _initialize_buffers(model: nn.Module, lost: list[str]) -> None:
-    """Run transformers' own ``_init_weights`` on every module, with its buffers off meta."""
+    """Run transformers' own ``_init_weights`` on every module, with the lost buffers off meta.
+
+    Everything else is swapped out meanwhile: the initializers write to all that they know.
+    """
     undefined: dict[str, Tensor] = {}
+    weights = {n: p.detach().to("meta") for n, p in model.named_parameters(remove_duplicate=False)}
+    buffers = {n: b.clone() for n, b in model.named_buffers(remove_duplicate=False) if n not in lost}
     for name in lost:
         owner, key = owner_of(model, name)
         buffer = owner._buffers[key]
         assert buffer is not None
         undefined[name] = torch.full_like(buffer, _mark(buffer), device="cpu")
         owner._buffers[key] = undefined[name]
-    with torch.no_grad():
-        for module in model.modules():
-            model._init_weights(module)  # type: ignore[operator]
+    with torch.no_grad(), stateless._reparametrize_module(model, {**weights, **buffers}):
+        _initialize(model, None)
     for name in lost:
         owner, key = owner_of(model, name)
         buffer = owner._buffers[key]
         if buffer is undefined[name] and _untouched(buffer):
             owner._buffers[key] = buffer.to("meta")
+
+
+def _initialize(module: nn.Module, initialize: Callable[[nn.Module], None] | None) -> None:
+    """Each transformers model initializes its own modules, those of its parts by theirs."""
+    if any(f"{base.__module__}.{base.__name__}" == PRETRAINED for base in type(module).__mro__):
+        initialize = module._init_weights  # type: ignore[assignment]
+    for child in module.children():
+        _initialize(child, initialize)
+    if initialize is not None:
+        initialize(module)
 
 
 def _mark(buffer: Tensor) -> float | int | bool:

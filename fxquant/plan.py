@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from fxquant.errors import ConfigError
@@ -116,14 +117,19 @@ class Plan:
     def explain(self, fqn: str) -> str:
         """In words, what becomes of one weight and why."""
         weight = self.weight(fqn)
-        lines = [f"{weight.fqn}: {list(weight.shape)} {weight.dtype} -> {weight.form}", f"  why: {weight.reason}"]
+        lines = [
+            f"{weight.fqn}: {list(weight.shape)} {weight.dtype} -> {weight.form}",
+            f"  why: {weight.reason}",
+        ]
         if weight.aliases:
             lines.append(f"  tied with: {', '.join(weight.aliases)}")
         if weight.uses:
             lines.append(f"  used as: {', '.join(weight.uses)}")
         for stored in weight.stored:
             place = f"{stored.file} at {stored.offset}" if stored.file else "memory"
-            lines.append(f"  read: {stored.key} {list(stored.shape)} {stored.dtype}, {stored.nbytes} bytes, {place}")
+            lines.append(
+                f"  read: {stored.key} {list(stored.shape)} {stored.dtype}, {stored.nbytes} bytes, {place}"
+            )
         lines += [f"  must equal: {stored.key}" for stored in weight.same]
         if weight.rule:
             lines.append(f"  name rule: {weight.rule}")
@@ -137,7 +143,8 @@ class Plan:
         """The plan in a few lines."""
         many = len(self.quantized)
         lines = [
-            f"fxquant plan: scheme {self.scheme} on {self.target}, {many} of {len(self.weights)} weights quantized",
+            f"fxquant plan: scheme {self.scheme} on {self.target}, "
+            f"{many} of {len(self.weights)} weights quantized",
             f"  bytes: {_mib(self.float_bytes)} float -> {_mib(self.resident_bytes)} resident",
             *(f"  predicted peak on {device}: {_mib(size)}" for device, size in self.predicted_peak.items()),
             f"  captured: {self.capture}",
@@ -161,9 +168,13 @@ class Plan:
             rows.append((name, shape, weight.dtype, weight.form, size, weight.reason))
         if small:
             total = sum(w.resident_bytes for w in small) / MIB
-            rows.append((f"{len(small)} of rank < 2", "", "", "float", f"{total:.1f}", "norms, biases, buffers"))
+            rows.append(
+                (f"{len(small)} of rank < 2", "", "", "float", f"{total:.1f}", "norms, biases, buffers")
+            )
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
-        table = ["  ".join([*(c.ljust(w) for c, w in zip(row[:5], widths, strict=True)), row[5]]) for row in rows]
+        table = [
+            "  ".join([*(c.ljust(w) for c, w in zip(row[:5], widths, strict=True)), row[5]]) for row in rows
+        ]
         return "\n".join([self.summary(), "", *table])
 
     def to_json(self) -> str:
@@ -187,10 +198,10 @@ class Plan:
     def diff(self, other: Plan) -> str:
         """What differs, a line each; empty for equal plans."""
         lines = []
-        for name in ("backend", "target", "scheme", "config", "checkpoint", "capture", "kernels", "predicted_peak"):
+        for name in (part.name for part in fields(self) if part.name != "weights"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
-                lines.append(f"{name}: {mine} -> {theirs}")
+                lines.append(f"{name}: {_change(mine, theirs)}")
         mine_by, theirs_by = ({w.fqn: w for w in plan.weights} for plan in (self, other))
         for fqn in sorted(mine_by.keys() | theirs_by.keys()):
             one, two = mine_by.get(fqn), theirs_by.get(fqn)
@@ -198,8 +209,18 @@ class Plan:
                 lines.append(f"{fqn}: only in the {'second' if one is None else 'first'} plan")
                 continue
             before, after = asdict(one), asdict(two)
-            lines += [f"{fqn}: {key} {before[key]} -> {after[key]}" for key in before if before[key] != after[key]]
+            lines += [
+                f"{fqn}: {key} {before[key]} -> {after[key]}" for key in before if before[key] != after[key]
+            ]
         return "\n".join(lines)
+
+
+def _change(mine: object, theirs: object) -> str:
+    """Both values; of lists, which may be long, three items from where they part."""
+    if not isinstance(mine, tuple) or not isinstance(theirs, tuple):
+        return f"{mine} -> {theirs}"
+    at = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(mine, theirs, strict=False)))
+    return f"{list(mine[at : at + 3])} -> {list(theirs[at : at + 3])} from item {at} on"
 
 
 def _weight_from(row: dict[str, Any]) -> WeightPlan:

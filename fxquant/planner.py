@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxquant.capture_model import ModelCapture, capture_model
+from fxquant.capture_model import ModelCapture, capture_model, untraceable
 from fxquant.checkpoint import Checkpoint, KeyEntry, KeyMap, TensorInfo, require_complete, resolve_keys
 from fxquant.config import QuantConfig
 from fxquant.errors import ExtraWeightError, RefusedError, WeightMismatchError
@@ -19,7 +19,6 @@ from fxquant.parameters import WeightGroup, owner_of, repair_buffers, weight_gro
 from fxquant.passes.choose_form import Decision, Use, choose_form, describe
 from fxquant.passes.weight_uses import weight_uses
 from fxquant.plan import Plan, Stored, WeightPlan
-from fxquant.runtime.shell import untraceable
 from fxquant.scheme import Form
 from fxquant.target import Target
 
@@ -52,6 +51,8 @@ class Planned:
     graph: LoadGraph
     units: tuple[Unit, ...]
     capture: ModelCapture
+    names: Mapping[str, str]
+    """Every name under which a stream may bring a key -> the key."""
 
 
 def make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request) -> Planned:
@@ -88,11 +89,18 @@ def make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request)
         notes=(*keymap.notes, *_run_notes(model, capture)),
         predicted_peak={request.device.type: predict_peak(graph, units)},
     )
-    return Planned(plan=plan, groups=loaded, forms=forms, graph=graph, units=units, capture=capture)
+    names = {name: keymap.entries[g.fqn].keys[0] for g in loaded for name in g.fqns}
+    return Planned(
+        plan=plan, groups=loaded, forms=forms, graph=graph, units=units, capture=capture, names=names
+    )
 
 
 def _json_config(config: QuantConfig) -> dict[str, Any]:
-    return {"scheme": config.scheme, "config": [list(e) for e in config.entries], "ignore": list(config.ignore)}
+    return {
+        "scheme": config.scheme,
+        "config": [list(e) for e in config.entries],
+        "ignore": list(config.ignore),
+    }
 
 
 def _identity(checkpoint: Checkpoint | None) -> str:
@@ -107,7 +115,7 @@ def _match_keys(
     """The model's tensors, after repair of its buffers, and the keys that hold them."""
     groups = weight_groups(model)
     if checkpoint is None or checkpoint.streaming:
-        entries = {g.fqn: _own_entry(g) for g in groups if not g.is_buffer}
+        entries = {g.fqn: _own_entry(g, request) for g in groups if g.persistent}
         repair_buffers(model, frozenset())
         return weight_groups(model), KeyMap(entries=entries, missing=(), extra=(), notes=())
     wanted = [group for group in groups if group.persistent]
@@ -130,13 +138,18 @@ def _match_keys(
     return weight_groups(model), keymap
 
 
-def _own_entry(group: WeightGroup) -> KeyEntry:
-    return KeyEntry(fqn=group.fqn, keys=(group.fqn,), convert=None, same=(), rule="the model's own name")
+def _own_entry(group: WeightGroup, request: Request) -> KeyEntry:
+    """An entry for a source whose keys are not known yet: the user's key, else the model's name."""
+    key_map = request.key_map
+    mapped = None
+    if key_map is not None:
+        given = [key_map(name) if callable(key_map) else key_map.get(name) for name in group.fqns]
+        mapped = next((key for key in given if key is not None), None)
+    rule = "the model's own name" if mapped is None else "key_map"
+    return KeyEntry(fqn=group.fqn, keys=(mapped or group.fqn,), convert=None, same=(), rule=rule)
 
 
-def _uses(
-    model: nn.Module, groups: tuple[WeightGroup, ...], capture: ModelCapture
-) -> dict[str, list[Use]]:
+def _uses(model: nn.Module, groups: tuple[WeightGroup, ...], capture: ModelCapture) -> dict[str, list[Use]]:
     """Uses of every tensor by canonical FQN, from the captured graphs, else by its owner's type."""
     canonical = {name: group.fqn for group in groups for name in group.fqns}
     uses: dict[str, list[Use]] = {group.fqn: [] for group in groups}

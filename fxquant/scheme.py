@@ -79,7 +79,7 @@ SCHEMES: dict[str, Scheme] = {
 
 def find_scheme(name: str) -> Scheme:
     """The row of the table, or a ``ConfigError`` that lists what there is."""
-    if name not in SCHEMES:
+    if not isinstance(name, str) or name not in SCHEMES:
         raise ConfigError(f"unknown scheme {name!r}; known: {', '.join(SCHEMES)}")
     return SCHEMES[name]
 

@@ -64,7 +64,10 @@ CASES = {
     "chunk": Case(packed, {"w": (24, 16)}, {"w"}, rewritten=3),
     "split": Case(lambda m, x: F.linear(x, m.w.split([3, 5])[1]), {"w": (8, 16)}, {"w"}),
     "unbind_row": Case(
-        lambda m, x: F.linear(x, m.w) + (x @ m.w[0])[..., None], {"w": (8, 16)}, set(), {"w": "also used by aten.select"}
+        lambda m, x: F.linear(x, m.w) + (x @ m.w[0])[..., None],
+        {"w": (8, 16)},
+        set(),
+        {"w": "also used by aten.select"},
     ),
     "cast": Case(lambda m, x: F.linear(x.bfloat16(), m.w.bfloat16()).float(), {"w": (8, 16)}, {"w"}),
     "shared": Case(lambda m, x: F.linear(F.linear(x, m.w), m.w), {"w": (16, 16)}, {"w"}, rewritten=2),
@@ -86,9 +89,7 @@ CASES = {
     "einsum": Case(
         lambda m, x: torch.einsum("bsk,nk->bsn", x, m.w), {"w": (8, 16)}, set(), {"w": "used by aten.einsum"}
     ),
-    "three_d": Case(
-        lambda m, x: F.linear(x, m.w[1]), {"w": (2, 8, 16)}, set(), {"w": "used by aten.select"}
-    ),
+    "three_d": Case(lambda m, x: F.linear(x, m.w[1]), {"w": (2, 8, 16)}, set(), {"w": "used by aten.select"}),
     "matrix_bias": Case(
         lambda m, x: torch.addmm(m.b, x[0], m.w), {"w": (16, 8), "b": (5, 8)}, set(), {"w": "addend of shape"}
     ),
@@ -123,9 +124,7 @@ def test_use(name: str) -> None:
     reference = Model(case).eval()
     with fxquant.meta_init():
         model = Model(case)
-    model = fxquant.compile(
-        model.eval(), reference.state_dict(), scheme="int8", example_inputs=case.inputs
-    )
+    model = fxquant.compile(model.eval(), reference.state_dict(), scheme="int8", example_inputs=case.inputs)
     plan = model.fxquant_plan
     assert {weight.fqn for weight in plan.quantized} == case.quantized
     for fqn, reason in case.reasons.items():

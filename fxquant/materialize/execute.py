@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
 
-from fxquant.checkpoint import Checkpoint
-from fxquant.errors import FxquantError, MissingWeightError, WeightMismatchError
+from fxquant.checkpoint import Checkpoint, StreamCheckpoint
+from fxquant.errors import FxquantError, TiedWeightError, WeightMismatchError
 from fxquant.materialize.meter import LiveBytes
 from fxquant.materialize.progress import Progress, Report
 from fxquant.materialize.recipes import LoadGraph, Recipe
 from fxquant.materialize.schedule import Unit
+from fxquant.materialize.stream import stream_units
 
 Constants = dict[str, tuple[Tensor, ...]]
 """FQN -> the constants of its weight, in the order of the recipe."""
@@ -36,16 +37,25 @@ def materialize(
     units: tuple[Unit, ...],
     checkpoint: Checkpoint,
     *,
+    names: Mapping[str, str] | None = None,
+    optional: Collection[str] = (),
     report: Report | None = None,
 ) -> Loaded:
-    """Make every constant. On an error nothing is kept, and the text names the weight and its keys."""
+    """Make every constant. On an error nothing is kept, and the text names the weight and its keys.
+
+    ``names`` and ``optional`` are for streams: see ``stream_units``.
+    """
     constants: Constants = {}
     started = time.perf_counter()
     wanted = {key for unit in units for key in unit.keys}
     total = sum(info.nbytes for key, info in checkpoint.infos.items() if key in wanted)
     done = 0
     with _one_thread(), LiveBytes() as meter, torch.no_grad():
-        for unit, tensors in _supplies(units, checkpoint):
+        if isinstance(checkpoint, StreamCheckpoint):
+            supplies = stream_units(graph, units, checkpoint, names or {}, optional)
+        else:
+            supplies = _read_units(units, checkpoint)
+        for unit, tensors in supplies:
             for tensor in tensors.values():
                 meter.track(tensor)
                 done += tensor.nbytes
@@ -54,11 +64,30 @@ def materialize(
                 given = [tensors[key] for key in recipe.keys]
                 if recipe is unit.recipes[-1]:
                     tensors.clear()
-                constants[recipe.fqn] = _run(graph.templates[recipe.template], given, recipe)
+                made = _run(graph.templates[recipe.template], given, recipe)
+                _check_repeated(recipe, constants.get(recipe.fqn), made)
+                constants[recipe.fqn] = made
             if report is not None:
                 report(_step(unit, done, max(total, done), started, meter))
     seconds = time.perf_counter() - started
     return Loaded(constants=constants, peak=dict(meter.peak), seconds=seconds, read_bytes=done)
+
+
+def _read_units(
+    units: tuple[Unit, ...], checkpoint: Checkpoint
+) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
+    for unit in units:
+        yield unit, {key: checkpoint.read(key) for key in unit.keys}
+
+
+def _check_repeated(
+    recipe: Recipe, before: tuple[Tensor, ...] | None, made: tuple[Tensor, ...]
+) -> None:
+    """A stream may bring a tied weight under each of its names; the values must be the same."""
+    if before is not None and not all(torch.equal(a, b) for a, b in zip(before, made, strict=True)):
+        raise TiedWeightError(
+            f"{recipe.fqn}: the model ties its names together, the stream brings different values for them"
+        )
 
 
 @contextlib.contextmanager
@@ -83,28 +112,6 @@ def _step(unit: Unit, done: int, total: int, started: float, meter: LiveBytes) -
         memory_now=sum(meter.now.values()),
         memory_peak=sum(meter.peak.values()),
     )
-
-
-def _supplies(
-    units: tuple[Unit, ...], checkpoint: Checkpoint
-) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
-    """Each unit with its tensors: read in order, or as a stream delivers them."""
-    if not checkpoint.streaming:
-        for unit in units:
-            yield unit, {key: checkpoint.read(key) for key in unit.keys}
-        return
-    waiting = {key: unit for unit in units for key in unit.keys}
-    held: dict[str, Tensor] = {}
-    for key, tensor in checkpoint:  # type: ignore[attr-defined]
-        unit = waiting.pop(key, None)
-        if unit is None:
-            continue
-        held[key] = tensor
-        if all(key in held for key in unit.keys):
-            yield unit, {key: held.pop(key) for key in unit.keys}
-    if waiting:
-        missing = ", ".join(list(waiting)[:10])
-        raise MissingWeightError(f"{checkpoint.location}: the stream ended without {missing}")
 
 
 def _run(gm: fx.GraphModule, reads: list[Tensor], recipe: Recipe) -> tuple[Tensor, ...]:

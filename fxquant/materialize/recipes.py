@@ -27,7 +27,8 @@ fxq = torch.ops.fxquant
 class Reads:
     """What a recipe reads: keys with dtypes and shapes; the last ``same`` of them must equal the value.
 
-    ``convert`` makes the model's tensor of the others; None is the first as it is.
+    ``convert`` makes the model's tensor of the others; None is the first as it is. Conversions with
+    an equal ``template`` attribute do the same, so that one template serves all layers.
     """
 
     keys: tuple[str, ...]
@@ -65,8 +66,9 @@ class LoadGraph:
         return recipe
 
     def _find(self, fqn: str, reads: Reads, dtype: torch.dtype, form: Form | None) -> int:
-        simple = reads.convert is None and not reads.same
-        shape_key = (reads.dtypes, reads.shapes, dtype, form)
+        how = None if reads.convert is None else getattr(reads.convert, "template", reads.convert)
+        simple = not reads.same
+        shape_key = (how, reads.dtypes, reads.shapes, dtype, form)
         if simple and shape_key in self._by_shape:
             return self._by_shape[shape_key]
         gm = make_template(fqn, reads, dtype=dtype, form=form)
@@ -147,7 +149,9 @@ def transient_bytes(gm: fx.GraphModule) -> int:
         owned[node] = 0 if node in kept or _is_view(node) else _bytes(node)
         live += owned[node]
         peak = max(peak, live + _scratch(node))
-        live -= sum(owned.pop(arg, 0) for arg in node.all_input_nodes if last[arg] is node and arg not in kept)
+        live -= sum(
+            owned.pop(arg, 0) for arg in node.all_input_nodes if last[arg] is node and arg not in kept
+        )
     return peak
 
 

@@ -60,7 +60,9 @@ def _expand(gm: fx.GraphModule, node: fx.Node, form: Form) -> None:
     users = tuple(node.users)
     last = placeholders(gm)[-1]
     with gm.graph.inserting_after(last):
-        anchor = call(gm, torch.ops.fxquant.dequantize_weight.default, (parts["codes"], parts["scale"], val.dtype))
+        anchor = call(
+            gm, torch.ops.fxquant.dequantize_weight.default, (parts["codes"], parts["scale"], val.dtype)
+        )
     floats = anchor
     if form.transposed:
         with gm.graph.inserting_after(anchor):

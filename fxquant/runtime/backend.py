@@ -67,9 +67,7 @@ def compile_graph(
 
 def _count_floats_left(gm: fx.GraphModule, state: RunState) -> None:
     """Uses of a quantized weight that the rewritten graph computes with its float values."""
-    for node in gm.graph.find_nodes(
-        op="call_function", target=torch.ops.fxquant.dequantize_weight.default
-    ):
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.fxquant.dequantize_weight.default):
         for user in node.users:
             state.fallbacks[f"{node.args[0]} in {user.target} (compiled)"] += 1
 

@@ -10,9 +10,7 @@ from fxquant.scheme import Form
 from fxquant.targets import BACKENDS
 
 
-def quantized_linear(
-    x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, form: Form
-) -> Tensor:
+def quantized_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, form: Form) -> Tensor:
     """``F.linear`` of ``x [..., K]`` with codes ``[N, K]``; the result has the dtype of ``x``."""
     dtype = x.dtype
     if torch.is_autocast_enabled(x.device.type):

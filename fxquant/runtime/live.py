@@ -92,7 +92,9 @@ def fxquant_backend(
     state = RunState(strict=settings.get("strict", False))
     fakes, held = plain_fakes(gm)
     config = _config(settings, bool(held))
-    live = _LIVE.setdefault(repr(sorted(settings.items(), key=str)), LiveWeights(settings.get("release", False)))
+    live = _LIVE.setdefault(
+        repr(sorted(settings.items(), key=str)), LiveWeights(settings.get("release", False))
+    )
     forms = dict(held)
     try:
         if config is not None:

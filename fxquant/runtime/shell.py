@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -165,21 +164,6 @@ def _with_hook_guards(compiled: Callable[..., Any]) -> Callable[..., Any]:
             return compiled(*args, **kwargs)
 
     return call
-
-
-def untraceable(model: nn.Module) -> str | None:
-    """Why Dynamo cannot trace the model at all, or None.
-
-    Dynamo imports the module that defines each class; one that was loaded by path and is not in
-    ``sys.modules`` makes it fail with an internal error.
-    """
-    lost = {type(module).__module__ for module in model.modules()} - sys.modules.keys()
-    if not lost:
-        return None
-    return (
-        f"not compiled: the Python module {min(lost)!r} that defines a part of the model is not in sys.modules, "
-        "so torch.compile cannot trace it; the quantized ops run eagerly"
-    )
 
 
 def restore_shell() -> Shell:

@@ -48,10 +48,10 @@ def int_mm_fault() -> str | None:
     """
     generator = torch.Generator().manual_seed(0)
     for m, n, k in ((1, 5, 64), (17, 40, 1056), (3, 33, 15), (2, 8, 4104)):
-        signs = torch.randint(0, 2, (m, k), generator=generator) * 254 - 127
-        full = torch.full((n, k), 127, dtype=torch.int8)
-        mixed = torch.randint(-127, 128, (n, k), generator=generator).to(torch.int8)
-        for a in (signs.to(torch.int8), torch.full((m, k), 127, dtype=torch.int8)):
+        signs = torch.randint(0, 2, (m, k), generator=generator, device="cpu") * 254 - 127
+        full = torch.full((n, k), 127, dtype=torch.int8, device="cpu")
+        mixed = torch.randint(-127, 128, (n, k), generator=generator, device="cpu").to(torch.int8)
+        for a in (signs.to(torch.int8), torch.full((m, k), 127, dtype=torch.int8, device="cpu")):
             for b in (full, -full, mixed):
                 try:
                     got = _int_mm(a, b)

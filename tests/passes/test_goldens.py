@@ -37,7 +37,9 @@ X = torch.zeros(2, 4, 16)
 class TestGoldens(TestCase):
     def test_linear_static(self) -> None:
         low = lowered(Holder(lambda m, x: F.linear(x, m.w, m.b), w=(8, 16), b=(8,)), X)
-        self.assertExpectedInline(low.dump(), """\
+        self.assertExpectedInline(
+            low.dump(),
+            """\
 load:
 template 0:
   r0 : float32[8, 16]
@@ -64,11 +66,14 @@ x : float32[2, 4, 16]
 %5 = getitem(%4, 0) : int8[2, 4, 16]
 %6 = getitem(%4, 1) : float32[2, 4, 1]
 %7 = fxquant.scaled_mm(%5, p_w_codes, %6, p_w_scale, p_b, float32) : float32[2, 4, 8]
-return [%7]""")
+return [%7]""",
+        )
 
     def test_linear_dynamic(self) -> None:
         low = lowered(Holder(lambda m, x: F.linear(x, m.w), w=(8, 16)), X, dynamic=True)
-        self.assertExpectedInline(low.dump(), """\
+        self.assertExpectedInline(
+            low.dump(),
+            """\
 load:
 template 0:
   r0 : float32[8, 16]
@@ -89,11 +94,14 @@ x : float32[s0, s1, 16]
 %4 = getitem(%3, 0) : int8[s0, s1, 16]
 %5 = getitem(%3, 1) : float32[s0, s1, 1]
 %6 = fxquant.scaled_mm(%4, p_w_codes, %5, p_w_scale, None, float32) : float32[s0, s1, 8]
-return [%6]""")
+return [%6]""",
+        )
 
     def test_matmul_with_transposed_view(self) -> None:
         low = lowered(Holder(lambda m, x: x @ m.w.t(), w=(8, 16)), X)
-        self.assertExpectedInline(low.dump(), """\
+        self.assertExpectedInline(
+            low.dump(),
+            """\
 load:
 template 0:
   r0 : float32[8, 16]
@@ -114,11 +122,14 @@ x : float32[2, 4, 16]
 %4 = getitem(%3, 0) : int8[2, 4, 16]
 %5 = getitem(%3, 1) : float32[2, 4, 1]
 %6 = fxquant.scaled_mm(%4, p_w_codes, %5, p_w_scale, None, float32) : float32[2, 4, 8]
-return [%6]""")
+return [%6]""",
+        )
 
     def test_conv1d_addmm_in_out_layout(self) -> None:
         model = Holder(lambda m, x: torch.addmm(m.b, x.view(-1, 16), m.w), w=(16, 8), b=(8,))
-        self.assertExpectedInline(lowered(model, X).dump(), """\
+        self.assertExpectedInline(
+            lowered(model, X).dump(),
+            """\
 load:
 template 0:
   r0 : float32[16, 8]
@@ -147,14 +158,17 @@ x : float32[2, 4, 16]
 %6 = getitem(%5, 0) : int8[8, 16]
 %7 = getitem(%5, 1) : float32[8, 1]
 %8 = fxquant.scaled_mm(%6, p_w_codes, %7, p_w_scale, p_b, float32) : float32[8, 8]
-return [%8]""")
+return [%8]""",
+        )
 
     def test_cuts_of_one_weight(self) -> None:
         def run(m: Holder, x: Tensor) -> Tensor:
             q, k = m.w.split([16, 8])
             return F.linear(F.linear(x, q), k)
 
-        self.assertExpectedInline(lowered(Holder(run, w=(24, 16)), X).dump(), """\
+        self.assertExpectedInline(
+            lowered(Holder(run, w=(24, 16)), X).dump(),
+            """\
 load:
 template 0:
   r0 : float32[24, 16]
@@ -185,11 +199,14 @@ x : float32[2, 4, 16]
 %10 = getitem(%9, 0) : int8[2, 4, 16]
 %11 = getitem(%9, 1) : float32[2, 4, 1]
 %12 = fxquant.scaled_mm(%10, slice_tensor_2, %11, slice_tensor_3, None, float32) : float32[2, 4, 8]
-return [%12]""")
+return [%12]""",
+        )
 
     def test_cut_along_k(self) -> None:
         model = Holder(lambda m, x: F.linear(x[..., :4], m.w[:, 4:8]), w=(8, 16))
-        self.assertExpectedInline(lowered(model, X).dump(), """\
+        self.assertExpectedInline(
+            lowered(model, X).dump(),
+            """\
 load:
 template 0:
   r0 : float32[8, 16]
@@ -212,13 +229,16 @@ x : float32[2, 4, 16]
 %5 = getitem(%4, 0) : int8[2, 4, 4]
 %6 = getitem(%4, 1) : float32[2, 4, 1]
 %7 = fxquant.scaled_mm(%5, slice_tensor, %6, p_w_scale, None, float32) : float32[2, 4, 8]
-return [%7]""")
+return [%7]""",
+        )
 
     def test_one_quantization_for_shared_input(self) -> None:
         def run(m: Holder, x: Tensor) -> Tensor:
             return F.linear(x, m.q) + F.linear(x, m.k)
 
-        self.assertExpectedInline(lowered(Holder(run, q=(8, 16), k=(8, 16)), X).dump(), """\
+        self.assertExpectedInline(
+            lowered(Holder(run, q=(8, 16), k=(8, 16)), X).dump(),
+            """\
 load:
 template 0:
   r0 : float32[8, 16]
@@ -248,7 +268,8 @@ x : float32[2, 4, 16]
 %10 = getitem(%5, 1) : float32[2, 4, 1]
 %11 = fxquant.scaled_mm(%9, p_k_codes, %10, p_k_scale, None, float32) : float32[2, 4, 8]
 %12 = aten.add.Tensor(%8, %11) : float32[2, 4, 8]
-return [%12]""")
+return [%12]""",
+        )
 
     def test_written_input_is_quantized_again(self) -> None:
         def run(m: Holder, x: Tensor) -> Tensor:
@@ -264,7 +285,9 @@ return [%12]""")
         def run(m: Holder, x: Tensor) -> Tensor:
             return F.linear(x.half(), m.w.half())
 
-        self.assertExpectedInline(lowered(Holder(run, w=(8, 16)), X).dump(), """\
+        self.assertExpectedInline(
+            lowered(Holder(run, w=(8, 16)), X).dump(),
+            """\
 load:
 template 0:
   r0 : float32[8, 16]
@@ -286,7 +309,8 @@ x : float32[2, 4, 16]
 %5 = getitem(%4, 0) : int8[2, 4, 16]
 %6 = getitem(%4, 1) : float32[2, 4, 1]
 %7 = fxquant.scaled_mm(%5, p_w_codes, %6, p_w_scale, None, float16) : float16[2, 4, 8]
-return [%7]""")
+return [%7]""",
+        )
 
     def test_tied_head_that_was_asked_for_keeps_a_table(self) -> None:
         def run(m: Holder, ids: Tensor) -> Tensor:
@@ -294,7 +318,9 @@ return [%7]""")
 
         model = Holder(run, w=(8, 16))
         low = lowered(model, torch.zeros(2, 4, dtype=torch.long), config={"w": "int8"})
-        self.assertExpectedInline(low.dump(), """\
+        self.assertExpectedInline(
+            low.dump(),
+            """\
 load:
 template 0:
   r0 : float32[8, 16]
@@ -318,13 +344,16 @@ x : int64[2, 4]
 %6 = getitem(%5, 0) : int8[2, 4, 16]
 %7 = getitem(%5, 1) : float32[2, 4, 1]
 %8 = fxquant.scaled_mm(%6, p_w_codes, %7, p_w_scale, None, float32) : float32[2, 4, 8]
-return [%8]""")
+return [%8]""",
+        )
 
     def test_norm_cast_moves_to_load_time_only_if_it_does_not_grow(self) -> None:
         def run(m: Holder, x: Tensor) -> Tensor:
             return x * m.g.half().float() + m.g
 
-        self.assertExpectedInline(lowered(Holder(run, g=(16,)), X).dump(), """\
+        self.assertExpectedInline(
+            lowered(Holder(run, g=(16,)), X).dump(),
+            """\
 load:
 template 0:
   r0 : float32[16]
@@ -341,7 +370,8 @@ x : float32[2, 4, 16]
 %3 = aten.to.dtype(to, float32) : float32[16]
 %4 = aten.mul.Tensor(x, %3) : float32[2, 4, 16]
 %5 = aten.add.Tensor(%4, p_g) : float32[2, 4, 16]
-return [%5]""")
+return [%5]""",
+        )
 
     def test_kernel_of_the_target(self) -> None:
         kernel = fxquant.Kernel(op="fxquant_cpu::scaled_mm", reason="golden")

@@ -252,7 +252,9 @@ def test_train_and_hooks(state: dict[str, Tensor], x: Tensor) -> None:
     assert fxquant.report(net).fallbacks == 0
 
 
-@pytest.mark.parametrize("root", [lambda: nn.Linear(16, 8), lambda: nn.Sequential(nn.Linear(16, 8), nn.Tanh())])
+@pytest.mark.parametrize(
+    "root", [lambda: nn.Linear(16, 8), lambda: nn.Sequential(nn.Linear(16, 8), nn.Tanh())]
+)
 def test_bare_torch_module_as_root_is_compiled(root: object, x: Tensor) -> None:
     reference = root().eval()  # type: ignore[operator]
     with fxquant.meta_init():
