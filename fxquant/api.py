@@ -70,6 +70,7 @@ def compile(model: ModelOrFactory, ckpt: Any, **options: Unpack[Options]) -> nn.
         dynamic=True if request.dynamic else None,
         state=state,
         traceable=untraceable(module) is None,
+        disable_passes=request.disable_passes,
     )
     return module
 

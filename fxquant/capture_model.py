@@ -126,7 +126,7 @@ def _record_inputs(
         return leaf
 
     def hook_for(name: str) -> Any:
-        def hook(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        def hook(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
             if name not in seen:
                 seen[name] = pytree.tree_map(empty, (given, named))
 
@@ -140,8 +140,8 @@ def _record_inputs(
         with torch.no_grad(), quiet_fast_paths(), quiet_failure(), _stand_ins(model, device):
             own_args, own_kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, dict(kwargs)))
             model(*own_args, **own_kwargs)
-    except Exception as error:
-        log.info("the fake run stopped: %s", str(error).splitlines()[0] if str(error) else error)
+    except Exception:
+        log.info("the fake run stopped", exc_info=True)
     finally:
         for handle in handles:
             handle.remove()

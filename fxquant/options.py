@@ -7,6 +7,7 @@ from typing import Any, TypedDict
 
 import torch
 
+from fxquant import passes
 from fxquant.checkpoint import Checkpoint
 from fxquant.config import QuantConfig, make_config
 from fxquant.errors import ConfigError
@@ -76,6 +77,9 @@ def make_request(
 ) -> Request:
     """The checked arguments of planning."""
     check_options(options)
+    disabled = tuple(options.get("disable_passes", ()))
+    if not set(disabled) <= set(passes.NAMES):
+        raise ConfigError(f"disable_passes: {disabled}; the passes are {', '.join(passes.NAMES)}")
     backend = options.get("backend", "cpu")
     target = choose_target(backend, options.get("target"))
     device = options.get("device")
@@ -93,7 +97,7 @@ def make_request(
         dynamic=options.get("dynamic", True),
         key_map=options.get("key_map"),
         strict=options.get("strict", False),
-        disable_passes=tuple(options.get("disable_passes", ())),
+        disable_passes=disabled,
         whole=whole,
     )
 

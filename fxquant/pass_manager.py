@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ import torch
 from torch import fx
 
 from fxquant.errors import ConfigError, GraphCheckError
-from fxquant.graph import dump, is_tensor
+from fxquant.graph import dump, is_call
 
 log = logging.getLogger("fxquant.passes")
 
@@ -75,14 +76,14 @@ def clean(gm: fx.GraphModule) -> None:
 def check(gm: fx.GraphModule, *, after: str) -> None:
     """The invariants that hold after every pass (docs/dialect.md)."""
     for node in gm.graph.nodes:
-        if node.op == "call_function" and _needs_val(node) and "val" not in node.meta:
+        if _needs_val(node) and "val" not in node.meta:
             raise GraphCheckError(f"after pass {after}: node {node.format_node()} has no meta['val']")
-        if is_tensor(node) and not isinstance(node.meta["val"].shape, torch.Size):
-            raise GraphCheckError(f"after pass {after}: node {node.name} has no tensor value")
 
 
 def _needs_val(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and bool(node.target._schema.returns)
+    if isinstance(node.target, torch._ops.OpOverload):
+        return bool(node.target._schema.returns)
+    return node.op == "placeholder" or is_call(node, operator.getitem)
 
 
 def trace(name: str, gm: fx.GraphModule, facts: Mapping[str, object]) -> None:

@@ -141,10 +141,9 @@ class Plan:
 
     def summary(self) -> str:
         """The plan in a few lines."""
-        many = len(self.quantized)
+        count = f"{len(self.quantized)} of {len(self.weights)} weights quantized"
         lines = [
-            f"fxquant plan: scheme {self.scheme} on {self.target}, "
-            f"{many} of {len(self.weights)} weights quantized",
+            f"fxquant plan: scheme {self.scheme} on {self.target}, {count}",
             f"  bytes: {_mib(self.float_bytes)} float -> {_mib(self.resident_bytes)} resident",
             *(f"  predicted peak on {device}: {_mib(size)}" for device, size in self.predicted_peak.items()),
             f"  captured: {self.capture}",

@@ -15,6 +15,9 @@ from fxquant.passes.share_quantize_act import share_quantize_act
 from fxquant.scheme import Form
 from fxquant.target import Target
 
+NAMES = ("expand_weights", "quantize_linear", "share_quantize_act", "lower_to_target")
+"""Names of the passes, by which they can be disabled."""
+
 
 def rewrite(
     gm: fx.GraphModule,

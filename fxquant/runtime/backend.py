@@ -7,7 +7,7 @@ reuses one graph for many layers, so a constant must never be baked into it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ def compile_graph(
     target: Target,
     inner: str | Compiled,
     state: RunState,
+    disable: Collection[str] = (),
 ) -> Compiled:
     """Rewrite a Dynamo graph and compile the result with ``inner``.
 
@@ -46,9 +47,9 @@ def compile_graph(
     """
     flat = normalize(gm, fakes)
     names = [str(node.target) for node in placeholders(flat)]
-    results = rewrite(flat, {names[i]: form for i, form in forms.items()}, target)
+    results = rewrite(flat, {names[i]: form for i, form in forms.items()}, target, disable=disable)
     counts = {result.name: result.rewrites for result in results}
-    state.rewritten += counts["quantize_linear"]
+    state.rewritten += counts.get("quantize_linear", 0)
     _count_floats_left(flat, state)
     trace("run_graph", flat, {"rewrites": counts})
     run = compile_inner(flat, inner)
@@ -87,10 +88,13 @@ def compile_inner(gm: fx.GraphModule, inner: str | Compiled) -> Compiled:
 class ModelBackend:
     """The ``torch.compile`` backend of a model whose weights are quantized already."""
 
-    def __init__(self, target: Target, inner: str | Compiled, state: RunState) -> None:
+    def __init__(
+        self, target: Target, inner: str | Compiled, state: RunState, disable: Collection[str]
+    ) -> None:
         self.target = target
         self.inner = inner
         self.state = state
+        self.disable = disable
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         self.state.graphs[frame_name()] += 1
@@ -104,6 +108,7 @@ class ModelBackend:
                 target=self.target,
                 inner=self.inner,
                 state=self.state,
+                disable=self.disable,
             )
         except CaptureError as error:
             self.state.unnormalized.append(str(error))

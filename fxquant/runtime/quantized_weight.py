@@ -150,7 +150,7 @@ class QuantizedWeight(Tensor):
         handler = HANDLERS.get(func)
         if handler is not None and isinstance(args[0], QuantizedWeight):
             return handler(func, *args, **kwargs)
-        _check_not_written(func, args, kwargs)
+        _check_not_written(func, args, kwargs, (QuantizedWeight,))
         return _with_floats(func, args, kwargs)
 
 
@@ -207,30 +207,73 @@ def _refuse(func: Any, args: tuple[Any, ...]) -> None:
         )
 
 
-def _check_not_written(func: Any, args: Any, kwargs: Any) -> None:
+def _check_not_written(func: Any, args: Any, kwargs: Any, kinds: tuple[type, ...]) -> None:
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         given = args[i] if i < len(args) else kwargs.get(argument.name)
-        if any(isinstance(leaf, QuantizedWeight) for leaf in pytree.tree_leaves(given)):
+        if any(isinstance(leaf, kinds) for leaf in pytree.tree_leaves(given)):
             raise QuantizedWeightError(
                 f"{func} would write to float values that a quantized weight does not hold, and the write "
-                "would be lost. Use weight.copy_(values), which quantizes them."
+                "would be lost. Use weight.copy_(values) with the whole of it, which quantizes them."
             )
+
+
+class ReadOnlyFloats(Tensor):
+    """What a view op gives of a quantized weight: its float values, which cannot be written to."""
+
+    values: Tensor
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> ReadOnlyFloats:
+        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined,no-any-return]
+            cls, values.shape, strides=values.stride(), dtype=values.dtype, device=values.device
+        )
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def __repr__(self, **_: Any) -> str:
+        return repr(self.values)
+
+    def numpy(self, **options: Any) -> Any:
+        return self.values.numpy(**options)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        _check_not_written(func, args, kwargs, (ReadOnlyFloats,))
+        args, kwargs = pytree.tree_map_only(ReadOnlyFloats, lambda floats: floats.values, (args, kwargs))
+        return _frozen(func, func(*args, **kwargs))
+
+
+def _frozen(func: Any, result: Any) -> Any:
+    """The result of a view op as values that cannot be written to; other results as they are."""
+    if not any(returned.alias_info is not None for returned in func._schema.returns):
+        return result
+    return pytree.tree_map_only(Tensor, ReadOnlyFloats, result)
 
 
 def _with_floats(func: Any, args: Any, kwargs: Any) -> Any:
     """Compute with the float values and count it; inside of tracing nothing runs, so nothing counts."""
+    traced = False
 
     def floats(leaf: Any) -> Any:
+        nonlocal traced
         if not isinstance(leaf, QuantizedWeight):
             return leaf
-        if not _is_traced(leaf):
+        traced = traced or _is_traced(leaf)
+        if not traced:
             _count(leaf, func)
         return leaf.dequantize()
 
     args, kwargs = pytree.tree_map(floats, (args, kwargs))
-    return func(*args, **kwargs)
+    result = func(*args, **kwargs)
+    return result if traced else _frozen(func, result)
 
 
 def _is_traced(weight: QuantizedWeight) -> bool:

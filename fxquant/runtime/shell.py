@@ -123,7 +123,8 @@ class Shell:
         inner: str | Compiled,
         dynamic: bool | None,
         state: RunState,
-        traceable: bool = True,
+        traceable: bool,
+        disable_passes: tuple[str, ...],
     ) -> None:
         self.model = model
         self.target = target
@@ -131,13 +132,14 @@ class Shell:
         self.dynamic = dynamic
         self.state = state
         self.traceable = traceable
+        self.disable_passes = disable_passes
         if traceable:
-            backend = ModelBackend(target, inner, state)
+            backend = ModelBackend(target, inner, state, disable_passes)
             compiled = torch.compile(_entry(model), backend=backend, dynamic=dynamic, **_limit())
             model.__dict__["_compiled_call_impl"] = _with_hook_guards(compiled)
 
     def _settings(self) -> dict[str, Any]:
-        names = ("target", "inner", "dynamic", "traceable")
+        names = ("target", "inner", "dynamic", "traceable", "disable_passes")
         return {name: getattr(self, name) for name in names}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shell:

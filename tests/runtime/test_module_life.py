@@ -201,6 +201,18 @@ def test_index_writes_raise(state: dict[str, Tensor]) -> None:
         weight[0] = 0.0
 
 
+def test_writes_through_views_raise(state: dict[str, Tensor]) -> None:
+    weight = compiled(state).first.weight
+    floats = weight.dequantize()
+    views = (weight[0], weight.t(), weight.view(-1)[3:], weight.chunk(2)[1], weight.unsqueeze(0))
+    for view in views:
+        with torch.no_grad(), pytest.raises(QuantizedWeightError, match="copy_"):
+            view.zero_()
+    assert torch.equal(weight[0] * 2, floats[0] * 2)
+    assert type(weight[0] * 2) is Tensor
+    assert torch.equal(torch.cat(weight.split(5)), floats)
+
+
 def test_gradients_raise(state: dict[str, Tensor], x: Tensor) -> None:
     net = compiled(state)
     with pytest.raises(QuantizedWeightError, match="ignore"):

@@ -38,6 +38,12 @@ class ZooCase:
     whole: bool = True
 
 
+@torch.no_grad()
+def run(case: ZooCase, model: nn.Module) -> Tensor:
+    """The output of ``model`` for the inputs of ``case``."""
+    return case.output(model(**case.inputs()))
+
+
 def from_config(cls: type[nn.Module], make_config: Callable[[], Any]) -> Callable[[], nn.Module]:
     """A ``build`` for a transformers model: ``cls(make_config())``, seeded, in eval mode."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fxquant
+from zoo.case import run
 from zoo.models import ZOO, ZooCase
 from zoo.random_checkpoint import randomize, write_checkpoint
 
@@ -39,27 +40,6 @@ class WeightUses(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(arg, Tensor) and (fqn := self._fqn.get(arg.untyped_storage().data_ptr())):
                 self.ops[fqn].add(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Parameters registered inside are put on meta, once each, so that tied ones stay tied."""
-    register = nn.Module.register_parameter
-
-    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
-        register(module, name, param)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nn.Module, "register_parameter", register_on_meta)
-        yield
-
-
-@torch.no_grad()
-def run(case: ZooCase, model: nn.Module) -> Tensor:
-    """The output of ``model`` for the inputs of ``case``."""
-    return case.output(model(**case.inputs()))
 
 
 def linear_weights(case: ZooCase, model: nn.Module) -> dict[str, nn.Parameter]:
@@ -114,7 +94,7 @@ def test_counts(case: ZooCase) -> None:
 @EVERY
 def test_builds_on_meta(case: ZooCase) -> None:
     """With the parameters on meta every buffer is real, as in a plain build; the tied stay tied."""
-    with parameters_on_meta():
+    with fxquant.meta_init():
         bare = case.build()
     plain, again = case.build(), case.build()
     assert all(p.is_meta for p in bare.parameters())

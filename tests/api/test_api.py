@@ -1,0 +1,227 @@
+"""The public verbs: what they return, refuse and leave alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fxquant
+import pytest
+import torch
+from fxquant.errors import (
+    CaptureError,
+    ConfigError,
+    ExtraWeightError,
+    MissingBufferError,
+    RefusedError,
+    WeightMismatchError,
+)
+from reference import error
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+X = torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 24)
+        self.lm_head = nn.Linear(24, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lm_head(torch.tanh(self.first(x)))
+
+
+def on_meta(factory: Callable[[], nn.Module] = Net) -> nn.Module:
+    with fxquant.meta_init():
+        return factory().eval()
+
+
+@pytest.fixture
+def reference() -> nn.Module:
+    return Net().eval()
+
+
+def test_a_factory_is_built_on_meta(reference: nn.Module) -> None:
+    built = fxquant.compile(
+        lambda: Net().eval(), reference.state_dict(), scheme="int8", example_inputs=(X,)
+    )
+    with torch.no_grad():
+        assert error(built(X), reference(X)) < 0.02
+
+
+def test_a_live_model_is_replaced_in_place(reference: nn.Module) -> None:
+    live = Net().eval()
+    with torch.no_grad():
+        live(X)
+        result = fxquant.compile(live, reference.state_dict(), scheme="int8", example_inputs=(X,))
+        assert result is live
+        assert error(live(X), reference(X)) < 0.02
+
+
+def test_requires_grad_and_attributes_of_float_parameters_are_kept(reference: nn.Module) -> None:
+    model = on_meta()
+    model.first.bias.requires_grad_(False)
+    model.lm_head.weight.tag = "kept"
+    model = fxquant.compile(model, reference.state_dict(), scheme="int8", example_inputs=(X,))
+    assert not model.first.bias.requires_grad
+    assert model.lm_head.bias.requires_grad
+    assert model.lm_head.weight.tag == "kept"
+
+
+def test_heads_stay_float_unless_asked_for() -> None:
+    plan = fxquant.plan(on_meta(), scheme="int8")
+    assert [w.fqn for w in plan.quantized] == ["first.weight"]
+    asked = fxquant.plan(on_meta(), scheme="int8", config={"lm_head": "int8"})
+    assert [w.fqn for w in asked.quantized] == ["first.weight", "lm_head.weight"]
+
+
+def test_without_inputs_modules_are_walked(reference: nn.Module) -> None:
+    class Odd(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) @ self.extra
+
+    odd = Odd().eval()
+    model = fxquant.compile(on_meta(Odd), odd.state_dict(), scheme="int8")
+    assert "module walk" in model.fxquant_plan.capture
+    assert model.fxquant_plan.weight("extra").reason == "use unknown: pass example_inputs"
+    with torch.no_grad():
+        assert error(model(X), odd(X)) < 0.02
+    with pytest.raises(RefusedError, match="example_inputs"):
+        fxquant.plan(on_meta(Odd), scheme="int8", strict=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "say which scheme"),
+        ({"scheme": "int3"}, "unknown scheme 'int3'"),
+        ({"scheme": "checkpoint"}, "the checkpoint is float"),
+        ({"scheme": "int8", "wide": "split"}, "reserved"),
+        ({"scheme": "int8", "sceme": 1}, "unknown option 'sceme'"),
+        ({"scheme": "int8", "backend": "tpu"}, "backend 'tpu' is not available"),
+        ({"scheme": "int8", "device": "cuda"}, "does not belong"),
+        ({"scheme": "int8", "ignore": "first"}, "list of patterns"),
+        ({"scheme": "int8", "disable_passes": ["nothing"]}, "the passes are"),
+        ({"scheme": "int8", "example_inputs": 3}, "example_inputs"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], words: str, reference: nn.Module) -> None:
+    for verb in (fxquant.plan, fxquant.compile, fxquant.lower):
+        with pytest.raises(ConfigError, match=words):
+            verb(on_meta(), reference.state_dict(), **options)
+
+
+def test_unused_patterns_and_extra_tensors_are_reported(reference: nn.Module) -> None:
+    state = {**reference.state_dict(), "stray.weight": torch.zeros(2)}
+    plan = fxquant.plan(on_meta(), state, scheme="int8", ignore=["no.such.layer"], example_inputs=(X,))
+    assert plan.unmatched == ("no.such.layer",)
+    assert plan.extra == ("stray.weight",)
+    assert "no.such.layer" in str(plan)
+    assert "stray.weight" in str(plan)
+    with pytest.raises(ExtraWeightError, match=r"stray\.weight"):
+        fxquant.plan(on_meta(), state, scheme="int8", example_inputs=(X,), strict=True)
+
+
+def test_quantized_checkpoints_are_refused_not_misread(reference: nn.Module, tmp_path: Path) -> None:
+    state = dict(reference.state_dict())
+    save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
+    with pytest.raises(ConfigError, match="gptq"):
+        fxquant.plan(on_meta(), tmp_path, scheme="int8")
+    with pytest.raises(WeightMismatchError, match=r"first\.weight.*int8"):
+        codes = {**state, "first.weight": torch.zeros(24, 16, dtype=torch.int8)}
+        fxquant.plan(on_meta(), codes, scheme="int8", example_inputs=(X,))
+
+
+def test_meta_buffers_are_refused_not_filled() -> None:
+    class Buffered(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.arange(8.0), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.table
+
+    with torch.device("meta"):
+        model = Buffered().eval()
+    with pytest.raises(MissingBufferError, match="table"):
+        fxquant.plan(model, scheme="int8", example_inputs=(X,))
+
+
+def test_lower_needs_one_graph() -> None:
+    class Branching(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if x.sum() > 0 else x
+
+    with pytest.raises(CaptureError, match="does not export"):
+        fxquant.lower(on_meta(Branching), scheme="int8", example_inputs=(X,))
+
+
+def test_a_model_that_does_not_export_whole_is_planned_by_submodule() -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(24, 16) / 4)
+            self.down = nn.Linear(24, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(torch.tanh(x @ self.up.t()))
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+            self.never = nn.Linear(16, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.inner(x)
+            return self.never(x) if x.sum() > 0 else self.never(-x)
+
+    reference = Outer().eval()
+    model = fxquant.compile(on_meta(Outer), reference.state_dict(), scheme="int8", example_inputs=(X,))
+    plan = model.fxquant_plan
+    assert "1 submodules" in plan.capture
+    assert {w.fqn for w in plan.quantized} == {"inner.up", "inner.down.weight", "never.weight"}
+    assert "module walk" in plan.weight("never").uses[0]
+    with torch.no_grad():
+        assert error(model(X), reference(X)) < 0.02
+        assert error(model(-X), reference(-X)) < 0.02
+    assert fxquant.report(model).fallbacks == 0
+
+
+def test_disabled_rewrite_computes_with_floats_and_says_so(reference: nn.Module) -> None:
+    model = fxquant.compile(
+        on_meta(),
+        reference.state_dict(),
+        scheme="int8",
+        example_inputs=(X,),
+        disable_passes=["quantize_linear"],
+    )
+    with torch.no_grad():
+        assert error(model(X), reference(X)) < 0.02
+    assert fxquant.report(model).fallbacks == 1
+
+
+def test_report_needs_a_compiled_model() -> None:
+    with pytest.raises(ConfigError, match="was not compiled"):
+        fxquant.report(Net())
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # Inductor's imports
+@pytest.mark.parametrize("inner", ["inductor", "aot_eager"])
+def test_inner_compilers(inner: str, reference: nn.Module) -> None:
+    model = fxquant.compile(
+        on_meta(), reference.state_dict(), scheme="int8", example_inputs=(X,), inner=inner
+    )
+    plain = fxquant.compile(on_meta(), reference.state_dict(), scheme="int8", example_inputs=(X,))
+    with torch.no_grad():
+        assert error(model(X), plain(X)) < 1e-5
+        assert error(model(X[:2]), plain(X[:2])) < 1e-5
+    assert fxquant.report(model).fallbacks == 0
