@@ -37,7 +37,7 @@ def plan(model: ModelOrFactory, ckpt: Any = None, **options: Unpack[Options]) ->
     return make_plan(_built(model), checkpoint, make_request(checkpoint, options)).plan
 
 
-def compile(model: ModelOrFactory, ckpt: Any, **options: Unpack[Options]) -> nn.Module:  # noqa: A001
+def compile(model: ModelOrFactory, ckpt: Any, **options: Unpack[Options]) -> nn.Module:
     """Plan, load, quantize and place; returns the same module object, ready to run.
 
     Arguments as for ``plan``. Nothing of ``model`` changes before every weight is loaded, so an

@@ -175,6 +175,6 @@ def untraceable(model: nn.Module) -> str | None:
     if not lost:
         return None
     return (
-        f"not compiled: the Python module {min(lost)!r} that defines a part of the model is not in sys.modules, "
-        "so torch.compile cannot trace it; the quantized ops run eagerly"
+        f"not compiled: the Python module {min(lost)!r}, which defines a part of the model, is not in "
+        "sys.modules, so torch.compile cannot trace it; the quantized ops run eagerly"
     )

@@ -79,6 +79,7 @@ class Lowered:
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the program on inputs of the structure that it was lowered with."""
         if self._bound is None:
             raise NotMaterializedError("call materialize() before running the lowered program")
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -104,7 +105,7 @@ def lower_model(
     gm = captured.gm
     canonical = {name: group.fqn for group in planned.groups for name in group.fqns}
     loaded = {str(n.target): canonical.get(captured.tensors.get(str(n.target), "")) for n in placeholders(gm)}
-    forms = {name: planned.forms[fqn] for name, fqn in loaded.items() if fqn in planned.forms}
+    forms = {name: planned.forms[fqn] for name, fqn in loaded.items() if fqn and fqn in planned.forms}
     rewrite(gm, forms, request.target, disable=request.disable_passes)
     sources: dict[str, tuple[str, str]] = {}
     for name, fqn in loaded.items():

@@ -44,7 +44,7 @@ def _text(model: nn.Module, config: Any) -> dict[str, Any] | None:
     return inputs | _no_cache(model)
 
 
-def _image(model: nn.Module, config: Any) -> dict[str, Any] | None:
+def _image(_: nn.Module, config: Any) -> dict[str, Any] | None:
     vision = getattr(config, "vision_config", config)
     size, channels = getattr(vision, "image_size", None), getattr(vision, "num_channels", 3)
     if not isinstance(size, int):

@@ -152,21 +152,35 @@ def _initialize_buffers(model: nn.Module, lost: list[str]) -> None:
     Everything else is swapped out meanwhile: the initializers write to all that they know.
     """
     undefined: dict[str, Tensor] = {}
-    weights = {n: p.detach().to("meta") for n, p in model.named_parameters(remove_duplicate=False)}
-    buffers = {n: b.clone() for n, b in model.named_buffers(remove_duplicate=False) if n not in lost}
+    stand_ins = _stand_ins(model)
     for name in lost:
         owner, key = owner_of(model, name)
         buffer = owner._buffers[key]
         assert buffer is not None
         undefined[name] = torch.full_like(buffer, _mark(buffer), device="cpu")
         owner._buffers[key] = undefined[name]
-    with torch.no_grad(), stateless._reparametrize_module(model, {**weights, **buffers}):
+    with torch.no_grad(), stateless._reparametrize_module(model, stand_ins):
         _initialize(model, None)
     for name in lost:
         owner, key = owner_of(model, name)
         buffer = owner._buffers[key]
         if buffer is undefined[name] and _untouched(buffer):
             owner._buffers[key] = buffer.to("meta")
+
+
+def _stand_ins(model: nn.Module) -> dict[str, Tensor]:
+    """Something to write to for each parameter and each buffer with values, by the first of its names.
+
+    Once for each place that holds it: what is swapped twice, under two names of a module, stays.
+    """
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        found |= {prefix + n: p.detach().to("meta") for n, p in module._parameters.items() if p is not None}
+        found |= {
+            prefix + n: b.clone() for n, b in module._buffers.items() if b is not None and not b.is_meta
+        }
+    return found
 
 
 def _initialize(module: nn.Module, initialize: Callable[[nn.Module], None] | None) -> None:

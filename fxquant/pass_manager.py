@@ -88,7 +88,7 @@ def _needs_val(node: fx.Node) -> bool:
 
 def trace(name: str, gm: fx.GraphModule, facts: Mapping[str, object]) -> None:
     """Put a graph and facts about it into ``TORCH_TRACE`` for tlparse."""
-    from torch._logging import trace_structured
+    from torch._logging._internal import trace_structured
 
     trace_structured(
         "artifact",

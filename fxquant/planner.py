@@ -64,7 +64,7 @@ def make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request)
     )
     uses = _uses(model, groups, capture)
     decisions = {group.fqn: _decide(group, uses[group.fqn], request) for group in loaded}
-    _check_strict(decisions, keymap, request, capture)
+    _check_strict(decisions, request, capture)
     forms = {fqn: decision.form for fqn, decision in decisions.items() if decision.form is not None}
     graph = LoadGraph()
     for group in loaded:
@@ -183,9 +183,7 @@ def _decide(group: WeightGroup, uses: list[Use], request: Request) -> Decision:
     return choose_form(uses, tuple(group.tensor.shape), group.tensor.dtype, choice, request.target)
 
 
-def _check_strict(
-    decisions: Mapping[str, Decision], keymap: KeyMap, request: Request, capture: ModelCapture
-) -> None:
+def _check_strict(decisions: Mapping[str, Decision], request: Request, capture: ModelCapture) -> None:
     if not request.strict:
         return
     refused = {fqn: d.reason for fqn, d in decisions.items() if d.asked and d.form is None}

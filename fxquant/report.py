@@ -26,6 +26,7 @@ class LoadRecord:
 
     @staticmethod
     def of(plan: Plan, loaded: Loaded) -> LoadRecord:
+        """The record of a load."""
         return LoadRecord(
             plan=plan, measured_peak=loaded.peak, seconds=loaded.seconds, read_bytes=loaded.read_bytes
         )
@@ -70,11 +71,13 @@ class Report:
 
     def __str__(self) -> str:
         peaks = ", ".join(f"{size / MIB:.1f} MiB on {device}" for device, size in self.measured_peak.items())
+        before, after = self.float_bytes / MIB, self.resident_bytes / MIB
+        read, graphs = self.read_bytes / MIB, sum(self.graphs.values())
         lines = [
-            f"{self.quantized} quantized weights, {self.float_bytes / MIB:.1f} -> {self.resident_bytes / MIB:.1f} MiB",
-            f"loaded {self.read_bytes / MIB:.1f} MiB in {self.load_seconds:.2f} s, measured peak {peaks}",
-            f"{sum(self.graphs.values())} graphs over {len(self.graphs)} frames, {self.rewritten} linears "
-            f"rewritten in them, {self.eager_linears} quantized calls outside, {self.fallbacks} fallbacks",
+            f"{self.quantized} quantized weights, {before:.1f} -> {after:.1f} MiB",
+            f"loaded {read:.1f} MiB in {self.load_seconds:.2f} s, measured peak {peaks}",
+            f"{graphs} graphs over {len(self.graphs)} frames, {self.rewritten} linears rewritten in them",
+            f"{self.eager_linears} quantized calls outside of graphs, {self.fallbacks} fallbacks",
             *(f"  fallback: {site} x{count}" for site, count in self.fallback_sites.items()),
             *(f"  not rewritten: {reason}" for reason in self.unnormalized),
         ]

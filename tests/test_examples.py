@@ -30,6 +30,7 @@ def test_chat_names_paris_with_every_block_linear_quantized(smollm2_folder, caps
     assert number(out, r"peak while loading on cpu: ([\d.]+) MiB") >= int8_mib
 
 
+@pytest.mark.slow
 def test_chat_without_quantization_gives_the_same_answer(smollm2_folder, capsys):
     assert chat.main(["--scheme", "none", "--max-new-tokens", "12"]) == 0
     out = capsys.readouterr().out

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fxquant
 import pytest
 import torch
-from reference import Int8Linears
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+import fxquant
+from reference import Int8Linears
 
 CONFIG = LlamaConfig(
     hidden_size=64,
@@ -45,9 +45,9 @@ def reference(dtype: torch.dtype) -> PreTrainedModel:
 
 
 @pytest.fixture
-def folder(reference: PreTrainedModel, tmp_path: Path) -> Iterator[Path]:
+def folder(reference: PreTrainedModel, tmp_path: Path) -> Path:
     reference.save_pretrained(tmp_path)
-    yield tmp_path
+    return tmp_path
 
 
 def compiled(folder: Path, dtype: torch.dtype, **options: Any) -> PreTrainedModel:

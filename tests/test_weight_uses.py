@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import fxquant
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import fxquant
 from reference import error
 
 
@@ -97,13 +97,8 @@ CASES = {
         lambda m, x: F.linear(x, m.w.view(4, 32)[:, :16]), {"w": (8, 16)}, set(), {"w": "used by aten.view"}
     ),
     "only_added": Case(lambda m, x: x + m.w[0], {"w": (8, 16)}, set(), {"w": "cannot take codes"}),
-    "in_autocast": Case(lambda m, x: under_autocast(m, x), {"w": (8, 16)}, {"w"}),
+    "in_autocast": Case(lambda m, x: m.under_autocast(x), {"w": (8, 16)}, {"w"}),
 }
-
-
-def under_autocast(m: nn.Module, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return F.linear(x, m.w).float()
 
 
 class Model(nn.Module):
@@ -113,6 +108,10 @@ class Model(nn.Module):
         generator = torch.Generator().manual_seed(2)
         for name, shape in case.shapes.items():
             self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator)))
+
+    def under_autocast(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return F.linear(x, self.w).float()
 
     def forward(self, *inputs: Tensor) -> Tensor:
         return self.run(self, *inputs)

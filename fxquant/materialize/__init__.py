@@ -1,0 +1,1 @@
+"""Load time: recipes, their order and peak, and what runs them."""

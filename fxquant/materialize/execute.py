@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -73,16 +74,12 @@ def materialize(
     return Loaded(constants=constants, peak=dict(meter.peak), seconds=seconds, read_bytes=done)
 
 
-def _read_units(
-    units: tuple[Unit, ...], checkpoint: Checkpoint
-) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
+def _read_units(units: tuple[Unit, ...], checkpoint: Checkpoint) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
     for unit in units:
         yield unit, {key: checkpoint.read(key) for key in unit.keys}
 
 
-def _check_repeated(
-    recipe: Recipe, before: tuple[Tensor, ...] | None, made: tuple[Tensor, ...]
-) -> None:
+def _check_repeated(recipe: Recipe, before: tuple[Tensor, ...] | None, made: tuple[Tensor, ...]) -> None:
     """A stream may bring a tied weight under each of its names; the values must be the same."""
     if before is not None and not all(torch.equal(a, b) for a, b in zip(before, made, strict=True)):
         raise TiedWeightError(
@@ -92,8 +89,10 @@ def _check_repeated(
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Run torch ops on one thread: tiles are small, and idle OpenMP threads spin (measured: 0.25 s
-    against 0.5 to 6 s for the same load on two busy cores).
+    """Run torch ops on one thread.
+
+    Tiles are small, and idle OpenMP threads spin: SmolLM2 on two busy cores took 36 s with two
+    threads and 1.2 s with one.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -117,22 +116,20 @@ def _step(unit: Unit, done: int, total: int, started: float, meter: LiveBytes) -
 def _run(gm: fx.GraphModule, reads: list[Tensor], recipe: Recipe) -> tuple[Tensor, ...]:
     """Run a template node by node, freeing each value after its last use."""
     last = {arg: node for node in gm.graph.nodes for arg in node.all_input_nodes}
-    values: dict[fx.Node, object] = {}
+    values: dict[fx.Node, Any] = {}
     reads.reverse()
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             values[node] = _checked(reads.pop(), node, recipe)
         elif node.op == "output":
-            return tuple(fx.node.map_arg(node.args[0], values.__getitem__))  # type: ignore[arg-type]
+            return tuple(fx.node.map_arg(node.args[0], values.__getitem__))
         else:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)  # type: ignore[misc]
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
             try:
-                values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-            except FxquantError:
-                raise
-            except Exception as error:
+                values[node] = node.target(*args, **kwargs)
+            except (RuntimeError, TypeError, ValueError, IndexError) as error:
                 keys = ", ".join(recipe.keys)
-                raise WeightMismatchError(f"{recipe.fqn} from {keys}: {node.name}: {error}") from error
+                raise FxquantError(f"while making {recipe.fqn} from {keys}: {node.name}: {error}") from error
             del args, kwargs
             for arg in node.all_input_nodes:
                 if last[arg] is node:

@@ -11,14 +11,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that follows the storages of every real tensor made under it.
 
     ``now`` and ``peak`` are bytes per device type. Scratch inside one op is not seen.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now: dict[str, int] = {}
         self.peak: dict[str, int] = {}
         self._known: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()

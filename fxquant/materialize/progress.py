@@ -37,8 +37,9 @@ Report = Callable[[Progress], None]
 
 
 class Bar:
-    """Shows bytes, rate, current tensor, memory now and peak: one line that is redrawn on a
-    terminal, a line for each tenth elsewhere.
+    """Shows bytes, rate, current tensor, memory now and peak.
+
+    One line that is redrawn on a terminal, a line for each tenth elsewhere.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -48,6 +49,7 @@ class Bar:
         self.shown_tenth = -1
 
     def __call__(self, step: Progress) -> None:
+        """Show ``step`` if it is due."""
         if not self._is_due(step):
             return
         text = (

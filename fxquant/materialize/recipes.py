@@ -141,7 +141,7 @@ def result_vals(gm: fx.GraphModule) -> tuple[Tensor, ...]:
 
 def transient_bytes(gm: fx.GraphModule) -> int:
     """Bytes alive at once while the template runs, beyond its constants: by liveness of its nodes."""
-    kept = {node for node in gm.graph.output_node().args[0]}  # type: ignore[union-attr]
+    kept = set(gm.graph.output_node().all_input_nodes)
     last = {arg: node for node in gm.graph.nodes for arg in node.all_input_nodes}
     live, peak = 0, 0
     owned: dict[fx.Node, int] = {}
@@ -159,7 +159,7 @@ def _scratch(node: fx.Node) -> int:
     """Float32 working tiles inside an op."""
     if node.target is not fxq.quantize_weight.default:
         return 0
-    n, k = value(node.args[0]).shape  # type: ignore[arg-type]
+    n, k = (int(size) for size in value(node.all_input_nodes[0]).shape)
     rows = max(1, TILE_BYTES // (4 * max(k, 1)))
     return 4 * min(rows, n) * k * 4
 

@@ -30,6 +30,7 @@ class Use:
 
     @staticmethod
     def of(use: LinearUse | OtherUse) -> Use:
+        """What is kept of a use that a graph showed."""
         name = target_name(use.node)
         if isinstance(use, LinearUse):
             return Use(op=name, k_axis=use.k_axis)

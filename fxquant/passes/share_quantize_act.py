@@ -23,8 +23,8 @@ def share_quantize_act(gm: fx.GraphModule) -> int:
         for written in mutated_args(node):
             version[root[written]] = version.get(root[written], 0) + 1
         if is_call(node, torch.ops.fxquant.quantize_act.default):
-            x, spec = node.args
-            key = (x, spec, version.get(root[x], 0))  # type: ignore[index]
+            x, spec = node.all_input_nodes[0], node.args[1]
+            key = (x, spec, version.get(root[x], 0))
             kept = first.setdefault(key, node)
             if kept is not node:
                 node.replace_all_uses_with(kept)

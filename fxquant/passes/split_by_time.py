@@ -46,9 +46,8 @@ def _early_nodes(gm: fx.GraphModule, weights: set[str]) -> set[fx.Node]:
     written = {arg for node in gm.graph.nodes for arg in mutated_args(node)}
     early: set[fx.Node] = set()
     for node in gm.graph.nodes:
-        if node.op == "placeholder" and str(node.target) in weights:
-            early.add(node)
-        elif node.op == "call_function" and _moves(node, early, written):
+        given = node.op == "placeholder" and str(node.target) in weights
+        if given or (node.op == "call_function" and _moves(node, early, written)):
             early.add(node)
     return early
 
@@ -62,7 +61,8 @@ def _moves(node: fx.Node, early: set[fx.Node], written: set[fx.Node]) -> bool:
     val = node.meta.get("val")
     if not isinstance(val, Tensor) or not isinstance(node.target, torch._ops.OpOverload):
         return False
-    return val.nbytes <= sum(value(arg).nbytes for arg in inputs if isinstance(value(arg), Tensor))
+    given = sum(value(arg).nbytes for arg in inputs if isinstance(value(arg), Tensor))
+    return bool(val.nbytes <= given)
 
 
 def _load_part(gm: fx.GraphModule, early: set[fx.Node], frontier: list[fx.Node]) -> fx.GraphModule:

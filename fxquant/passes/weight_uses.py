@@ -107,35 +107,44 @@ def _views_of(user: fx.Node, view: _View) -> list[_View] | None:
     """The views that ``user`` gives of the weight, or None where it consumes it."""
     if user.op != "call_function" or user.args[:1] != (view.node,):
         return None
-    target, axes = user.target, view.axes
-    if target in PARTS:
+    if user.target in PARTS:
         return list(_parts_of(user, view))
     if not is_tensor(user) or value(user).dtype not in FLOATS:
         return None
-    if target in SAME:
-        same = value(user).shape == value(view.node).shape
-        return [_View(node=user, axes=axes, cuts=view.cuts)] if same else None
-    if target in SWAPS and len(axes) == 2:
-        return [_View(node=user, axes=axes[::-1], cuts=view.cuts)]
-    if target is aten.transpose.int:
-        first, second = (int(d) % len(axes) for d in user.args[1:3])
-        order = list(axes)
-        order[first], order[second] = order[second], order[first]
-        return [_View(node=user, axes=tuple(order), cuts=view.cuts)]
-    if target is aten.permute.default:
-        dims = [int(d) % len(axes) for d in user.args[1]]
-        return [_View(node=user, axes=tuple(axes[d] for d in dims), cuts=view.cuts)]
-    if target in (aten.slice.Tensor, aten.narrow.default):
+    if user.target in (aten.slice.Tensor, aten.narrow.default):
         return _slice_of(user, view)
-    return None
+    axes = _axes_after(user, view)
+    return None if axes is None else [_View(node=user, axes=axes, cuts=view.cuts)]
+
+
+def _axes_after(user: fx.Node, view: _View) -> tuple[int, ...] | None:
+    """The weight's axes in the order in which ``user`` gives them; None if it does something else."""
+    axes, args = view.axes, _arguments(user)
+    if user.target in SAME:
+        return axes if value(user).shape == value(view.node).shape else None
+    if user.target in SWAPS and len(axes) == 2:
+        return axes[::-1]
+    order = list(range(len(axes)))
+    if user.target is aten.transpose.int:
+        first, second = (int(d) % len(axes) for d in args[1:3])
+        order[first], order[second] = second, first
+    elif user.target is aten.permute.default:
+        order = [int(d) % len(axes) for d in args[1]]
+    else:
+        return None
+    return tuple(axes[d] for d in order)
+
+
+def _arguments(node: fx.Node) -> tuple[Any, ...]:
+    return node.args
 
 
 def _slice_of(user: fx.Node, view: _View) -> list[_View] | None:
-    args = [*user.args[1:], *([None] * 4)]
+    args = [*_arguments(user)[1:], None, None, None, None]
     if not all(arg is None or isinstance(arg, int) for arg in args):
         return None
-    dim, start, third, step = (int(args[0] or 0), args[1] or 0, args[2], args[3] or 1)
-    size = value(view.node).shape[dim]
+    dim, start, third, step = args[0] or 0, args[1] or 0, args[2], args[3] or 1
+    size = int(value(view.node).shape[dim])
     if user.target is aten.narrow.default:
         start = start + size if start < 0 else start
         third, step = start + third, 1
@@ -146,16 +155,15 @@ def _slice_of(user: fx.Node, view: _View) -> list[_View] | None:
 
 def _parts_of(user: fx.Node, view: _View) -> Iterator[_View]:
     """Views of the parts that a split or chunk gives, through the ``getitem`` nodes that take them."""
-    if "dim" in user.kwargs:
-        dim = int(user.kwargs["dim"])
-    else:
-        dim = int(user.args[2]) if len(user.args) > 2 else 0
-    sizes = [part.shape[dim] for part in value(user)]
+    args = _arguments(user)
+    given: Any = user.kwargs.get("dim", args[2] if len(args) > 2 else 0)
+    dim = int(given)
+    sizes = [int(part.shape[dim]) for part in value(user)]
     for taker in user.users:
         if not is_call(taker, operator.getitem):
             yield _View(node=user, axes=view.axes, cuts=view.cuts)
             return
-        index = int(taker.args[1])
+        index = int(_arguments(taker)[1])
         start = sum(sizes[: index % len(sizes)])
         cut = Cut(axis=view.axes[dim], start=start, stop=start + sizes[index])
         yield _View(node=taker, axes=view.axes, cuts=(*view.cuts, cut))
@@ -194,9 +202,9 @@ def _match_linear(user: fx.Node, view: _View) -> LinearUse | str:
 
 def matmul_operands(user: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, bool] | None:
     """``(x, weight, bias, whether K is the weight's first axis)`` of a matmul-like call."""
-    args: tuple[Any, ...] = user.args
+    args = _arguments(user)
     if is_call(user, aten.linear.default):
-        bias = args[2] if len(args) > 2 else user.kwargs.get("bias")
+        bias: Any = args[2] if len(args) > 2 else user.kwargs.get("bias")
         return args[0], args[1], bias, False
     if is_call(user, *MATMULS):
         return args[0], args[1], None, True

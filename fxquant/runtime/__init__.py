@@ -1,0 +1,1 @@
+"""Run time: quantized weights in the user's module, and the graphs that use them."""

@@ -97,6 +97,7 @@ class ModelBackend:
         self.disable = disable
 
     def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+        """Compile one graph; ``inputs`` are not looked at, the graph's own fakes are."""
         self.state.graphs[frame_name()] += 1
         fakes, forms = plain_fakes(gm)
         try:

@@ -50,7 +50,7 @@ class LiveWeights:
 
     def constants(self, parameter: Tensor, form: Form) -> tuple[Tensor, ...]:
         """The constants of ``parameter`` in ``form``, made now where they are missing or stale."""
-        weight: LiveWeight | None = self.held.get(parameter)
+        weight: LiveWeight | None = self.held.get(parameter)  # type: ignore[no-untyped-call]
         if weight is not None and weight.released:
             if weight.form != form:
                 raise QuantizedWeightError(f"a released parameter is held as {weight.form}, not {form}")
@@ -67,7 +67,7 @@ class LiveWeights:
 
     def form_of(self, parameter: Tensor) -> Form | None:
         """The form in which a released parameter is held; its floats are gone."""
-        weight: LiveWeight | None = self.held.get(parameter)
+        weight: LiveWeight | None = self.held.get(parameter)  # type: ignore[no-untyped-call]
         return weight.form if weight is not None and weight.released else None
 
 

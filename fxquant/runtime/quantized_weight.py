@@ -8,16 +8,19 @@ which is counted. What would be lost or wrong without a word raises.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from typing_extensions import Self
 
 from fxquant import numerics
 from fxquant.errors import QuantizedWeightError
 from fxquant.runtime.eager import quantized_linear
+from fxquant.runtime.read_only import check_not_written, frozen
 from fxquant.runtime.state import RunState
 from fxquant.scheme import Form
 
@@ -42,17 +45,17 @@ class QuantizedWeight(Tensor):
     form: Form
     state: RunState
 
-    @staticmethod
     def __new__(
         cls,
         constants: tuple[Tensor, ...],
         form: Form,
         dtype: torch.dtype,
-        state: RunState | None = None,
-    ) -> QuantizedWeight:
+        state: RunState | None = None,  # noqa: ARG004 - for __init__
+    ) -> Self:
+        """A wrapper of the float weight's shape over ``constants``, in the order of the form."""
         codes = constants[0]
         shape = tuple(codes.shape)[::-1] if form.transposed else tuple(codes.shape)
-        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined,no-any-return]
+        return Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=codes.device, requires_grad=False
         )
 
@@ -105,14 +108,16 @@ class QuantizedWeight(Tensor):
         return sum(part.nbytes for part in self.constants)
 
     def share_memory_(self) -> QuantizedWeight:
+        """Move the constants to shared memory."""
         for part in self.constants:
-            part.share_memory_()
+            part.share_memory_()  # type: ignore[no-untyped-call]
         return self
 
     def pin_memory(self, *args: Any) -> QuantizedWeight:
+        """The same weight over pinned constants."""
         return self.like(tuple(part.pin_memory(*args) for part in self.constants))
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"QuantizedWeight({list(self.shape)}, {self.dtype}, form={self.form}, device={self.device})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -143,14 +148,14 @@ class QuantizedWeight(Tensor):
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         handler = HANDLERS.get(func)
         if handler is not None and isinstance(args[0], QuantizedWeight):
             return handler(func, *args, **kwargs)
-        _check_not_written(func, args, kwargs, (QuantizedWeight,))
+        check_not_written(func, args, kwargs, (QuantizedWeight,))
         return _with_floats(func, args, kwargs)
 
 
@@ -203,59 +208,8 @@ def _refuse(func: Any, args: tuple[Any, ...]) -> None:
         )
     if func in _SET_GRAD and (len(args) < 2 or args[1]):
         raise QuantizedWeightError(
-            "a quantized weight takes no gradient; keep layers that are to be trained float with ignore=[...]."
+            "a quantized weight takes no gradient; keep layers to be trained float with ignore=[...]."
         )
-
-
-def _check_not_written(func: Any, args: Any, kwargs: Any, kinds: tuple[type, ...]) -> None:
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        given = args[i] if i < len(args) else kwargs.get(argument.name)
-        if any(isinstance(leaf, kinds) for leaf in pytree.tree_leaves(given)):
-            raise QuantizedWeightError(
-                f"{func} would write to float values that a quantized weight does not hold, and the write "
-                "would be lost. Use weight.copy_(values) with the whole of it, which quantizes them."
-            )
-
-
-class ReadOnlyFloats(Tensor):
-    """What a view op gives of a quantized weight: its float values, which cannot be written to."""
-
-    values: Tensor
-
-    @staticmethod
-    def __new__(cls, values: Tensor) -> ReadOnlyFloats:
-        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined,no-any-return]
-            cls, values.shape, strides=values.stride(), dtype=values.dtype, device=values.device
-        )
-
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
-
-    def __repr__(self, **_: Any) -> str:
-        return repr(self.values)
-
-    def numpy(self, **options: Any) -> Any:
-        return self.values.numpy(**options)
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        _check_not_written(func, args, kwargs, (ReadOnlyFloats,))
-        args, kwargs = pytree.tree_map_only(ReadOnlyFloats, lambda floats: floats.values, (args, kwargs))
-        return _frozen(func, func(*args, **kwargs))
-
-
-def _frozen(func: Any, result: Any) -> Any:
-    """The result of a view op as values that cannot be written to; other results as they are."""
-    if not any(returned.alias_info is not None for returned in func._schema.returns):
-        return result
-    return pytree.tree_map_only(Tensor, ReadOnlyFloats, result)
 
 
 def _with_floats(func: Any, args: Any, kwargs: Any) -> Any:
@@ -273,7 +227,7 @@ def _with_floats(func: Any, args: Any, kwargs: Any) -> Any:
 
     args, kwargs = pytree.tree_map(floats, (args, kwargs))
     result = func(*args, **kwargs)
-    return result if traced else _frozen(func, result)
+    return result if traced else frozen(func, result)
 
 
 def _is_traced(weight: QuantizedWeight) -> bool:
@@ -335,7 +289,7 @@ def _no_storage(func: Any, *args: Any, **kwargs: Any) -> NoReturn:
     raise QuantizedWeightError(NO_STORAGE.format(what=func))
 
 
-HANDLERS = {
+HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _over_constants,
     aten.alias.default: _over_constants,
     aten.clone.default: _over_constants,

@@ -79,14 +79,16 @@ class ApplyQuantized:
         self.module = module
 
     def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Apply ``fn`` to all tensors of the module."""
         module = self.module
-        held = {n: p for n, p in module._parameters.items() if isinstance(p, QuantizedWeight)}
+        items: list[tuple[str, Any]] = list(module._parameters.items())
+        held = {name: value for name, value in items if isinstance(value, QuantizedWeight)}
         for name in held:
             module._parameters[name] = None
         try:
-            type(module)._apply(module, fn, recurse)
+            type(module)._apply(module, fn, recurse)  # type: ignore[no-untyped-call]
         finally:
-            module._parameters.update(held)
+            module._parameters.update(items)
         for name, weight in held.items():
             module._parameters[name] = _converted(weight, fn)
         return module
@@ -162,7 +164,7 @@ def _with_hook_guards(compiled: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return compiled(*args, **kwargs)
-        with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):  # type: ignore[attr-defined]
+        with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
             return compiled(*args, **kwargs)
 
     return call
@@ -192,7 +194,7 @@ def _entry(model: nn.Module) -> Callable[..., Any]:
     """
 
     def call_module(*args: Any, **kwargs: Any) -> Any:
-        return model._call_impl(*args, **kwargs)
+        return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     call_module.__code__ = call_module.__code__.replace(co_name=f"call_{type(model).__name__}")
     return call_module

@@ -26,7 +26,7 @@ class RunState:
 
     def __deepcopy__(self, memo: dict[int, object]) -> RunState:
         """A copy of a model counts for itself, from zero."""
-        return cast(RunState, memo.setdefault(id(self), RunState(strict=self.strict)))
+        return cast("RunState", memo.setdefault(id(self), RunState(strict=self.strict)))
 
     def __reduce__(self) -> tuple[type[RunState], tuple[()], dict[str, bool]]:
         return RunState, (), {"strict": self.strict}

@@ -43,15 +43,17 @@ no_gradient(scaled_mm)
 def int_mm_fault() -> str | None:
     """Why ``torch._int_mm`` is not to be trusted in this process, or None where it is.
 
-    All-127 operands overflow int16 pairs; K = 1056 passes 2^24, so sums in float32 are found out;
-    odd sizes and single rows take other code paths.
+    Operands of 127 overflow int16 pairs; with one 126 and K = 1056 they sum to an odd number past
+    2^24, which float32 cannot hold; odd sizes and single rows take other code paths.
     """
     generator = torch.Generator().manual_seed(0)
     for m, n, k in ((1, 5, 64), (17, 40, 1056), (3, 33, 15), (2, 8, 4104)):
         signs = torch.randint(0, 2, (m, k), generator=generator, device="cpu") * 254 - 127
         full = torch.full((n, k), 127, dtype=torch.int8, device="cpu")
         mixed = torch.randint(-127, 128, (n, k), generator=generator, device="cpu").to(torch.int8)
-        for a in (signs.to(torch.int8), torch.full((m, k), 127, dtype=torch.int8, device="cpu")):
+        odd = torch.full((m, k), 127, dtype=torch.int8, device="cpu")
+        odd[:, -1] = 126
+        for a in (signs.to(torch.int8), odd):
             for b in (full, -full, mixed):
                 try:
                     got = _int_mm(a, b)

@@ -6,9 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fxquant
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import fxquant
 from fxquant.errors import (
     CaptureError,
     ConfigError,
@@ -18,8 +21,6 @@ from fxquant.errors import (
     WeightMismatchError,
 )
 from reference import error
-from safetensors.torch import save_file
-from torch import Tensor, nn
 
 X = torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
 
@@ -45,9 +46,7 @@ def reference() -> nn.Module:
 
 
 def test_a_factory_is_built_on_meta(reference: nn.Module) -> None:
-    built = fxquant.compile(
-        lambda: Net().eval(), reference.state_dict(), scheme="int8", example_inputs=(X,)
-    )
+    built = fxquant.compile(lambda: Net().eval(), reference.state_dict(), scheme="int8", example_inputs=(X,))
     with torch.no_grad():
         assert error(built(X), reference(X)) < 0.02
 
@@ -113,9 +112,10 @@ def test_without_inputs_modules_are_walked(reference: nn.Module) -> None:
     ],
 )
 def test_bad_arguments(options: dict[str, Any], words: str, reference: nn.Module) -> None:
+    model, state = on_meta(), reference.state_dict()
     for verb in (fxquant.plan, fxquant.compile, fxquant.lower):
         with pytest.raises(ConfigError, match=words):
-            verb(on_meta(), reference.state_dict(), **options)
+            verb(model, state, **options)
 
 
 def test_unused_patterns_and_extra_tensors_are_reported(reference: nn.Module) -> None:
@@ -135,8 +135,8 @@ def test_quantized_checkpoints_are_refused_not_misread(reference: nn.Module, tmp
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
     with pytest.raises(ConfigError, match="gptq"):
         fxquant.plan(on_meta(), tmp_path, scheme="int8")
+    codes = {**state, "first.weight": torch.zeros(24, 16, dtype=torch.int8)}
     with pytest.raises(WeightMismatchError, match=r"first\.weight.*int8"):
-        codes = {**state, "first.weight": torch.zeros(24, 16, dtype=torch.int8)}
         fxquant.plan(on_meta(), codes, scheme="int8", example_inputs=(X,))
 
 

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from fxquant.cli import main
 from transformers import AutoModelForCausalLM, LlamaConfig
+
+from fxquant.cli import main
 
 
 @pytest.fixture(scope="module")

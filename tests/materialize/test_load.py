@@ -7,14 +7,15 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
-import fxquant
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import fxquant
 from fxquant.errors import MissingWeightError, TiedWeightError, WeightMismatchError
 from fxquant.materialize.meter import LiveBytes
 from fxquant.runtime.quantized_weight import QuantizedWeight
-from safetensors.torch import save_file
-from torch import Tensor, nn
 
 WIDTH, LAYERS, VOCABULARY = 128, 12, 64
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import fxquant
 import torch
 import torch.nn.functional as F
 from expecttest import TestCase
 from torch import Tensor, nn
+
+import fxquant
 
 
 class Holder(nn.Module):

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import Int8Linears, error
 from torch import Tensor, nn
+
+from reference import Int8Linears, error
 
 X = torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
 

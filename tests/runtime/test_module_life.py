@@ -6,12 +6,13 @@ import copy
 import io
 import pickle
 
-import fxquant
 import pytest
 import torch
+from torch import Tensor, nn
+
+import fxquant
 from fxquant.errors import QuantizedWeightError
 from fxquant.runtime.quantized_weight import QuantizedWeight
-from torch import Tensor, nn
 
 
 class Net(nn.Module):
