@@ -59,8 +59,13 @@ def make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request)
     """Plan ``model``; ``checkpoint=None`` plans from the model's own sizes."""
     groups, keymap = _match_keys(model, checkpoint, request)
     loaded = tuple(group for group in groups if group.fqn in keymap.entries)
+    # Forms do not depend on sizes of inputs, and a static trace takes less than half the time.
     capture = capture_model(
-        model, request.example_inputs, device=request.device, dynamic=request.dynamic, whole=request.whole
+        model,
+        request.example_inputs,
+        device=request.device,
+        dynamic=request.dynamic and request.whole,
+        whole=request.whole,
     )
     uses = _uses(model, groups, capture)
     decisions = {group.fqn: _decide(group, uses[group.fqn], request) for group in loaded}
