@@ -89,6 +89,28 @@ def quiet_fast_paths() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def kept_attributes(model: nn.Module) -> Iterator[None]:
+    """Undo what a traced forward writes into the modules (cached masks, counters, buffers).
+
+    Otherwise fake tensors would stay behind in the user's model.
+    """
+    containers = ("_parameters", "_buffers", "_modules")
+    saved = [
+        (module, dict(module.__dict__), {name: dict(module.__dict__[name]) for name in containers})
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes, held in saved:
+            for name in containers:
+                attributes[name].clear()
+                attributes[name].update(held[name])
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+
+
+@contextlib.contextmanager
 def fake_tensors_in(model: nn.Module, fake_mode: Any, device: torch.device) -> Iterator[None]:
     """Swap the model's parameters for fake ones on ``device``, and its buffers for fakes of them."""
     from torch.nn.utils import stateless
@@ -104,7 +126,8 @@ def fake_tensors_in(model: nn.Module, fake_mode: Any, device: torch.device) -> I
         return memo[id(tensor)]
 
     named = {**_named_parameters(model), **_meta_buffers(model)}
-    with stateless._reparametrize_module(model, {name: fake(t) for name, t in named.items()}):
+    fakes = {name: fake(tensor) for name, tensor in named.items()}
+    with kept_attributes(model), stateless._reparametrize_module(model, fakes):
         yield
 
 

@@ -165,11 +165,11 @@ def _uses(model: nn.Module, groups: tuple[WeightGroup, ...], capture: ModelCaptu
                 uses[canonical[name]] += [Use.of(use) for use in weight_uses(node)]
     for group in groups:
         if not uses[group.fqn]:
-            uses[group.fqn] = [use for name in group.fqns for use in _walked(model, name)]
+            uses[group.fqn] = [use for name in group.fqns for use in _walked(model, name, capture)]
     return uses
 
 
-def _walked(model: nn.Module, fqn: str) -> list[Use]:
+def _walked(model: nn.Module, fqn: str, capture: ModelCapture) -> list[Use]:
     """What a module walk knows of a parameter's use: linear-like owners and embeddings."""
     owner, name = owner_of(model, fqn)
     if name == "weight" and isinstance(owner, nn.Linear):
@@ -178,7 +178,9 @@ def _walked(model: nn.Module, fqn: str) -> list[Use]:
         return [Use(op="nn.Embedding", k_axis=None, refusal="embedding look-up", lookup=True)]
     if name == "weight" and type(owner).__name__ == "Conv1D" and hasattr(owner, "nf"):
         return [Use(op=f"Conv1D ({WALKED})", k_axis=0)]
-    return [Use(op="unknown", k_axis=None, refusal="use unknown: pass example_inputs")]
+    traced = bool(capture.graphs or capture.problems)
+    why = "not in any captured graph" if traced else "pass example_inputs"
+    return [Use(op="unknown", k_axis=None, refusal=f"use unknown: {why}")]
 
 
 def _decide(group: WeightGroup, uses: list[Use], request: Request) -> Decision:

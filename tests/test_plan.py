@@ -287,12 +287,7 @@ def test_a_plan_does_not_change(folder: Path) -> None:
 # ------------------------------------------------------------------------- headers only, no weights
 
 
-TWICE = "capture swaps the tensors of a module that stands under two names twice, and leaves fakes in it"
-
-
-@pytest.mark.parametrize(
-    "alias", [False, pytest.param(True, marks=pytest.mark.xfail(strict=True, reason=TWICE))]
-)
+@pytest.mark.parametrize("alias", [False, True])
 def test_planning_leaves_the_model_as_it_was(alias: bool) -> None:
     model = on_meta()
     if not alias:

@@ -97,6 +97,12 @@ CASES = {
         lambda m, x: F.linear(x, m.w.view(4, 32)[:, :16]), {"w": (8, 16)}, set(), {"w": "used by aten.view"}
     ),
     "only_added": Case(lambda m, x: x + m.w[0], {"w": (8, 16)}, set(), {"w": "cannot take codes"}),
+    "scalar_input": Case(
+        lambda m, x, s: F.linear(x * s, m.w),
+        {"w": (8, 16)},
+        {"w"},
+        inputs=(torch.ones(3, 16), torch.tensor(0.5)),
+    ),
     "in_autocast": Case(lambda m, x: m.under_autocast(x), {"w": (8, 16)}, {"w"}),
 }
 

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # lazy: torch.compiler.disable imports Dynamo at once
 from torch.utils import _pytree as pytree
 from typing_extensions import Self
 
@@ -138,25 +139,47 @@ class QuantizedWeight(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if not torch.compiler.is_compiling():
-            if func is F.linear and _takes_codes(*args, **kwargs):
-                return _linear(*args, **kwargs)
-            if func is F.embedding and _has_table(args, kwargs):
-                return _embedding(args, kwargs)
-            _refuse(func, args)
-        return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
+        if torch.compiler.is_compiling():
+            return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+        return _function(func, types, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        handler = HANDLERS.get(func)
-        if handler is not None and isinstance(args[0], QuantizedWeight):
-            return handler(func, *args, **kwargs)
-        check_not_written(func, args, kwargs, (QuantizedWeight,))
-        return _with_floats(func, args, kwargs)
+        return _dispatch(func, args, kwargs or {})
+
+
+@_disable_dynamo
+def _function(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A torch function outside of compiled graphs."""
+    if func is F.linear and _takes_codes(*args, **kwargs):
+        return _linear(*args, **kwargs)
+    if func is F.embedding and _has_table(args, kwargs):
+        return _embedding(args, kwargs)
+    _refuse(func, args)
+    return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
+
+
+@_disable_dynamo
+def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An ATen op on quantized weights."""
+    handler = HANDLERS.get(func)
+    if handler is not None and isinstance(args[0], QuantizedWeight):
+        return handler(func, *args, **kwargs)
+    check_not_written(func, args, kwargs, (QuantizedWeight,))
+    return _with_floats(func, args, kwargs)
+
+
+def keep_out_of_dynamo() -> None:
+    """Let Dynamo trace through the two hooks, but never start a frame of its own at them.
+
+    They are called from C++ in code that Dynamo left to Python, where it would try to compile them.
+    """
+    from torch._dynamo.eval_frame import skip_code
+
+    for hook in (QuantizedWeight.__torch_function__, QuantizedWeight.__torch_dispatch__):
+        skip_code(hook.__func__.__code__)  # type: ignore[attr-defined]
 
 
 def _takes_codes(x: Any, weight: Any, bias: Any = None) -> bool:

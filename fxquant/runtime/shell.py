@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fxquant.errors import QuantizedWeightError
 from fxquant.parameters import WeightGroup, owner_of
 from fxquant.runtime.backend import Compiled, ModelBackend
-from fxquant.runtime.quantized_weight import QuantizedWeight
+from fxquant.runtime.quantized_weight import QuantizedWeight, keep_out_of_dynamo
 from fxquant.runtime.state import RunState
 from fxquant.scheme import Form
 from fxquant.target import Target
@@ -38,10 +38,7 @@ def install_weights(
         new = _installed(group, forms.get(group.fqn), constants[group.fqn], state)
         for fqn in group.fqns:
             owner, name = owner_of(model, fqn)
-            if group.is_buffer:
-                owner._buffers[name] = new
-            else:
-                owner._parameters[name] = new  # type: ignore[assignment]
+            setattr(owner, name, new)  # not the dict: nn.LSTM keeps a list of its weights up to date
             if isinstance(new, QuantizedWeight):
                 owner.__dict__["_apply"] = ApplyQuantized(owner)
     if hasattr(model, "save_pretrained"):
@@ -136,6 +133,7 @@ class Shell:
         self.traceable = traceable
         self.disable_passes = disable_passes
         if traceable:
+            keep_out_of_dynamo()
             backend = ModelBackend(target, inner, state, disable_passes)
             compiled = torch.compile(_entry(model), backend=backend, dynamic=dynamic, **_limit())
             model.__dict__["_compiled_call_impl"] = _with_hook_guards(compiled)

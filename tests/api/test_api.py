@@ -17,6 +17,7 @@ from fxquant.errors import (
     ConfigError,
     ExtraWeightError,
     MissingBufferError,
+    QuantizedWeightError,
     RefusedError,
     WeightMismatchError,
 )
@@ -225,3 +226,71 @@ def test_inner_compilers(inner: str, reference: nn.Module) -> None:
         assert error(model(X), plain(X)) < 1e-5
         assert error(model(X[:2]), plain(X[:2])) < 1e-5
     assert fxquant.report(model).fallbacks == 0
+
+
+@pytest.mark.parametrize("branching", [False, True], ids=["whole", "by submodule"])
+def test_planning_leaves_nothing_in_the_modules(branching: bool) -> None:
+    """A forward that caches tensors, sets buffers and counts must find its module untouched."""
+
+    class Caching(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cached: Tensor | None = None
+            self.calls = 0
+            self.register_buffer("last", torch.zeros(1), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.cached = x * 2
+            self.last = x.sum().reshape(1)
+            if branching and x.sum() > 0:
+                return super().forward(self.cached) + self.last
+            return super().forward(self.cached) + self.last
+
+    reference = Caching().eval()
+    model = on_meta(Caching)
+    fxquant.plan(model, reference.state_dict(), scheme="int8", example_inputs=(X,))
+    assert model.cached is None
+    assert model.calls == 0
+    assert torch.equal(model.last, torch.zeros(1))
+    assert type(model.last) is Tensor
+    model = fxquant.compile(model, reference.state_dict(), scheme="int8", example_inputs=(X,))
+    with torch.no_grad():
+        assert error(model(X), reference(X)) < 0.02
+        assert error(model(-X), reference(-X)) < 0.02
+
+
+def test_lstm_and_parametrized_weights() -> None:
+    """Modules that keep other references to their weights, or compute a weight of several."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(16, 16, batch_first=True)
+            self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(16, 8))
+            self.last = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.normed(self.lstm(x)[0]))
+
+    x = torch.randn(2, 5, 16)
+    reference = Mixed().eval()
+    model = fxquant.compile(on_meta(Mixed), reference.state_dict(), scheme="int8", example_inputs=(x,))
+    plan = model.fxquant_plan
+    assert [w.fqn for w in plan.quantized] == ["last.weight"]
+    assert "use unknown" in plan.weight("lstm.weight_ih_l0").reason
+    assert "weight_norm" in plan.weight("normed.parametrizations.weight.original1").reason
+    with torch.no_grad():
+        assert error(model(x), reference(x)) < 0.02
+
+
+def test_save_pretrained_says_what_to_do(tmp_path: Path) -> None:
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    reference = BertModel(config).eval()
+    with fxquant.meta_init():
+        model = BertModel(config).eval()
+    model = fxquant.compile(model, reference.state_dict(), scheme="int8")
+    with pytest.raises(QuantizedWeightError, match="original checkpoint"):
+        model.save_pretrained(tmp_path)
