@@ -59,7 +59,8 @@ def compile(model: ModelOrFactory, ckpt: Any, **options: Unpack[Options]) -> nn.
             optional={group.fqn for group in planned.groups if group.is_buffer},
             report=progress,
         )
-    state = RunState(strict=request.strict)
+    kernel = request.target.kernels.get("fxquant::scaled_mm")
+    state = RunState(strict=request.strict, kernel=kernel.op if kernel else "")
     install_weights(module, planned.groups, planned.forms, loaded.constants, state)
     module.__dict__["fxquant_plan"] = planned.plan
     module.__dict__["_fxquant_load"] = LoadRecord.of(planned.plan, loaded)

@@ -31,13 +31,15 @@ class Captured:
 
     ``tensors`` maps the placeholders of parameters and buffers to FQNs relative to the root model.
     ``in_spec`` and ``out_spec`` are pytree specs of ``(args, kwargs)`` and of the result;
-    ``inputs`` says for each leaf of the input its placeholder's name, or None for a constant leaf.
+    ``inputs`` says for each leaf of the input its placeholder's name, or None for a constant leaf,
+    whose value is then in ``leaves``.
     """
 
     gm: fx.GraphModule
     where: str
     tensors: Mapping[str, str]
     inputs: tuple[str | None, ...]
+    leaves: tuple[object, ...]
     in_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
 
@@ -254,6 +256,7 @@ def _flatten(program: Any, fake_mode: Any, where: str) -> Captured:
         where=where,
         tensors={name: prefix + fqn for name, fqn in tensors.items()},
         inputs=tuple(name if name in traced else None for name, _ in leaves),
+        leaves=tuple(None if name in traced else val for name, val in leaves),
         in_spec=program.call_spec.in_spec,
         out_spec=out_spec[0],
     )

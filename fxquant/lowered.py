@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from fxquant.capture import Captured
 from fxquant.checkpoint import Checkpoint
 from fxquant.errors import ConfigError, NotMaterializedError
-from fxquant.graph import dump, placeholders
+from fxquant.graph import dump, placeholders, value
 from fxquant.materialize.execute import materialize
 from fxquant.materialize.recipes import LoadGraph
 from fxquant.passes import rewrite
@@ -87,14 +87,46 @@ class Lowered:
             raise ConfigError(
                 f"the program was lowered for inputs of the structure {self._captured.in_spec}, got {spec}"
             )
-        names = self._captured.inputs
-        given = [leaf for leaf, name in zip(leaves, names, strict=True) if name is not None]
+        given = self._checked_inputs(leaves)
         buffers = [self._buffers[str(node.target)] for node in self._buffer_nodes()]
         flat = self.run_graph(*self._bound, *buffers, *given)
         return pytree.tree_unflatten(list(flat), self._captured.out_spec)
 
+    def _checked_inputs(self, leaves: list[Any]) -> list[Any]:
+        """The tensor leaves, if all leaves are what the program was lowered for."""
+        captured = self._captured
+        expected = {str(node.target): value(node) for node in placeholders(self.run_graph)}
+        sizes: dict[str, int] = {}
+        given = []
+        for leaf, name, constant in zip(leaves, captured.inputs, captured.leaves, strict=True):
+            if name is None:
+                if leaf != constant:
+                    raise ConfigError(f"the program was lowered with the argument {constant!r}, got {leaf!r}")
+                continue
+            if name in expected:
+                _check_input(name, leaf, expected[name], sizes)
+            given.append(leaf)
+        return given
+
     def _buffer_nodes(self) -> list[fx.Node]:
         return [node for node in placeholders(self.run_graph) if str(node.target) in self._buffers]
+
+
+def _check_input(name: str, leaf: Any, expected: Any, sizes: dict[str, int]) -> None:
+    """A tensor input must have the dtype, rank and fixed sizes that were traced; equal symbols agree."""
+    if not isinstance(expected, Tensor):
+        return
+    fits = isinstance(leaf, Tensor) and leaf.dtype == expected.dtype and leaf.dim() == expected.dim()
+    if fits:
+        for size, traced in zip(leaf.shape, expected.shape, strict=True):
+            known = traced if isinstance(traced, int) else sizes.setdefault(str(traced), size)
+            fits = fits and (size == known or not str(traced).isalnum())
+    if not fits:
+        got = f"{leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+        raise ConfigError(
+            f"input {name}: the program was lowered for {expected.dtype} {list(expected.shape)}, got {got}. "
+            "Lower with dynamic=True and example sizes >= 2, or for these sizes."
+        )
 
 
 def lower_model(

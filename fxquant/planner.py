@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,7 +11,15 @@ import torch
 from torch import nn
 
 from fxquant.capture_model import ModelCapture, capture_model, untraceable
-from fxquant.checkpoint import Checkpoint, KeyEntry, KeyMap, TensorInfo, require_complete, resolve_keys
+from fxquant.checkpoint import (
+    Checkpoint,
+    DictCheckpoint,
+    KeyEntry,
+    KeyMap,
+    TensorInfo,
+    require_complete,
+    resolve_keys,
+)
 from fxquant.config import QuantConfig
 from fxquant.errors import ExtraWeightError, RefusedError, WeightMismatchError
 from fxquant.materialize.recipes import LoadGraph, Reads, result_vals, transient_bytes
@@ -77,6 +86,7 @@ def make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request)
         graph.add(group.fqn, reads, dtype=group.tensor.dtype, form=forms.get(group.fqn))
         _check_shape(graph, group, forms.get(group.fqn), reads, checkpoint)
     units = make_units(graph, checkpoint.infos if checkpoint else {})
+    in_memory = isinstance(checkpoint, DictCheckpoint)
     rows = _rows(loaded, keymap, checkpoint, decisions, uses, graph)
     plan = Plan(
         backend=request.backend,
@@ -92,7 +102,7 @@ def make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request)
         unmatched=request.config.unmatched(name for group in groups for name in group.fqns),
         extra=keymap.extra,
         notes=(*keymap.notes, *_run_notes(model, capture)),
-        predicted_peak={request.device.type: predict_peak(graph, units)},
+        predicted_peak={request.device.type: predict_peak(graph, units, reads_owned=not in_memory)},
     )
     names = {name: keymap.entries[g.fqn].keys[0] for g in loaded for name in g.fqns}
     return Planned(
@@ -301,5 +311,7 @@ def _stored(info: TensorInfo) -> Stored:
 
 def _run_notes(model: nn.Module, capture: ModelCapture) -> tuple[str, ...]:
     lost = untraceable(model)
-    problems = tuple(f"not captured whole: {problem}" for problem in capture.problems)
+    # Addresses in the text of an error would make two plans of the same model differ.
+    texts = (re.sub(r"0x[0-9a-f]+", "0x...", problem) for problem in capture.problems)
+    problems = tuple(f"not captured whole: {text}" for text in texts)
     return problems if lost is None else (*problems, lost)

@@ -407,13 +407,11 @@ def check_peak(model: Net, ckpt: object, scheme: str) -> fxquant.Report:
     return report
 
 
-@pytest.mark.xfail(strict=True, reason="tensors of a dict stay alive with their owner; the plan frees them")
 def test_the_peak_of_a_dict() -> None:
     model = on_meta(width=1024, vocabulary=4096, layers=6)
     check_peak(model, {name: torch.zeros(value.shape) for name, value in values(model).items()}, "int8")
 
 
-@pytest.mark.xfail(strict=True, reason="the codes are counted as a constant and as scratch")
 def test_the_peak_of_a_huge_layer() -> None:
     with fxquant.meta_init():
         head = nn.Linear(4096, 128_256, bias=False, dtype=torch.bfloat16)

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
-from fxquant.checkpoint import Checkpoint, StreamCheckpoint
+from fxquant.checkpoint import Checkpoint, DictCheckpoint, StreamCheckpoint
 from fxquant.errors import FxquantError, TiedWeightError, WeightMismatchError
 from fxquant.materialize.meter import LiveBytes
 from fxquant.materialize.progress import Progress, Report
@@ -57,10 +58,9 @@ def materialize(
         else:
             supplies = _read_units(units, checkpoint)
         for unit, tensors in supplies:
-            for tensor in tensors.values():
-                meter.track(tensor)
-                done += tensor.nbytes
-            del tensor
+            done += sum(tensor.nbytes for tensor in tensors.values())
+            if not isinstance(checkpoint, DictCheckpoint):  # whose tensors are in memory anyway
+                pytree.tree_map_(meter.track, tensors)
             for recipe in unit.recipes:
                 given = [tensors[key] for key in recipe.keys]
                 if recipe is unit.recipes[-1]:
@@ -68,6 +68,7 @@ def materialize(
                 made = _run(graph.templates[recipe.template], given, recipe)
                 _check_repeated(recipe, constants.get(recipe.fqn), made)
                 constants[recipe.fqn] = made
+                pytree.tree_map_(meter.track, made)
             if report is not None:
                 report(_step(unit, done, max(total, done), started, meter))
     seconds = time.perf_counter() - started

@@ -139,19 +139,26 @@ def result_vals(gm: fx.GraphModule) -> tuple[Tensor, ...]:
     return tuple(value(node) for node in output)  # type: ignore[union-attr, arg-type]
 
 
-def transient_bytes(gm: fx.GraphModule) -> int:
-    """Bytes alive at once while the template runs, beyond its constants: by liveness of its nodes."""
-    kept = set(gm.graph.output_node().all_input_nodes)
-    last = {arg: node for node in gm.graph.nodes for arg in node.all_input_nodes}
-    live, peak = 0, 0
-    owned: dict[fx.Node, int] = {}
+def transient_bytes(gm: fx.GraphModule, *, reads_owned: bool = True) -> int:
+    """Bytes alive at once while the template runs, beyond its constants: by liveness of its nodes.
+
+    A view keeps alive what it looks at. ``reads_owned=False`` leaves out the reads, for a source whose
+    tensors are in memory anyway.
+    """
+    root: dict[fx.Node, fx.Node] = {}
+    last: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
-        owned[node] = 0 if node in kept or _is_view(node) else _bytes(node)
-        live += owned[node]
+        root[node] = root[node.all_input_nodes[0]] if _is_view(node) else node
+        last.update(dict.fromkeys((root[arg] for arg in node.all_input_nodes), node))
+    kept = {root[node] for node in gm.graph.output_node().all_input_nodes}
+    live, peak = 0, 0
+    sizes: dict[fx.Node, int] = {}
+    for node in gm.graph.nodes:
+        counted = root[node] is node and node not in kept and (reads_owned or node.op != "placeholder")
+        sizes[node] = _bytes(node) if counted else 0
+        live += sizes[node]
         peak = max(peak, live + _scratch(node))
-        live -= sum(
-            owned.pop(arg, 0) for arg in node.all_input_nodes if last[arg] is node and arg not in kept
-        )
+        live -= sum(sizes[arg] for arg, user in last.items() if user is node)
     return peak
 
 

@@ -46,12 +46,15 @@ def resident_bytes(graph: LoadGraph, recipe: Recipe) -> int:
     return sum(val.nbytes for val in result_vals(graph.templates[recipe.template]))
 
 
-def predict_peak(graph: LoadGraph, units: tuple[Unit, ...]) -> int:
-    """Bytes alive at once while the units run one after the other, by liveness."""
-    transients = [transient_bytes(gm) for gm in graph.templates]
+def predict_peak(graph: LoadGraph, units: tuple[Unit, ...], *, reads_owned: bool = True) -> int:
+    """Bytes alive at once while the units run one after the other, by liveness.
+
+    ``reads_owned=False``: the source's tensors are in memory anyway and are not counted.
+    """
+    transients = [transient_bytes(gm, reads_owned=reads_owned) for gm in graph.templates]
     resident, peak = 0, 0
     for unit in units:
-        reads = _shared_reads(graph, unit)
+        reads = _shared_reads(graph, unit) if reads_owned else 0
         for recipe in unit.recipes:
             resident += resident_bytes(graph, recipe)
             peak = max(peak, resident + reads + transients[recipe.template])

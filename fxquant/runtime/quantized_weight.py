@@ -196,7 +196,7 @@ def _linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> T
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
         raise RuntimeError(f"expected mat1 and mat2 to have the same dtype, got {x.dtype} and {weight.dtype}")
     weight.state.eager_linears += 1
-    return quantized_linear(x, weight.codes, weight.scale, bias, weight.form)
+    return quantized_linear(x, weight.codes, weight.scale, bias, weight.form, weight.state.kernel)
 
 
 def _has_table(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

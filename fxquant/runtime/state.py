@@ -14,7 +14,8 @@ class RunState:
     ``graphs`` compiled graphs by frame; ``rewritten`` linear ops rewritten in them;
     ``eager_linears`` quantized linear calls outside compiled graphs (same arithmetic);
     ``fallbacks`` uses that computed with float values of a quantized weight, by weight and op;
-    ``unnormalized`` graphs that run without rewriting, with the reason (they call the eager ops).
+    ``unnormalized`` graphs that run without rewriting, with the reason (they call the eager ops);
+    ``kernel`` the op that the plan chose for quantized calls outside of graphs.
     """
 
     graphs: Counter[str] = field(default_factory=Counter)
@@ -23,16 +24,17 @@ class RunState:
     fallbacks: Counter[str] = field(default_factory=Counter)
     unnormalized: list[str] = field(default_factory=list)
     strict: bool = False
+    kernel: str = ""
 
     def __deepcopy__(self, memo: dict[int, object]) -> RunState:
         """A copy of a model counts for itself, from zero."""
-        return cast("RunState", memo.setdefault(id(self), RunState(strict=self.strict)))
+        return cast("RunState", memo.setdefault(id(self), RunState(strict=self.strict, kernel=self.kernel)))
 
-    def __reduce__(self) -> tuple[type[RunState], tuple[()], dict[str, bool]]:
-        return RunState, (), {"strict": self.strict}
+    def __reduce__(self) -> tuple[type[RunState], tuple[()], tuple[bool, str]]:
+        return RunState, (), (self.strict, self.kernel)
 
-    def __setstate__(self, settings: dict[str, bool]) -> None:
-        self.strict = settings["strict"]
+    def __setstate__(self, settings: tuple[bool, str]) -> None:
+        self.strict, self.kernel = settings
 
     @property
     def recompiles(self) -> int:

@@ -60,7 +60,7 @@ def int_mm_fault() -> str | None:
                 except RuntimeError as error:
                     return f"torch._int_mm raises: {str(error).splitlines()[0]}"
                 if not torch.equal(got, numerics.int_matmul(a, b)):
-                    return "torch._int_mm gives wrong sums on this CPU (int16 saturation without VNNI)"
+                    return "torch._int_mm gives wrong sums on this CPU (as it does without VNNI)"
     return None
 
 

@@ -294,3 +294,40 @@ def test_save_pretrained_says_what_to_do(tmp_path: Path) -> None:
     model = fxquant.compile(model, reference.state_dict(), scheme="int8")
     with pytest.raises(QuantizedWeightError, match="original checkpoint"):
         model.save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"x": torch.zeros(4, 16), "twice": True},
+        {"x": torch.zeros(3, 16), "twice": False},
+        {"x": torch.zeros(3, 16, dtype=torch.float64), "twice": True},
+        {"x": torch.zeros(16), "twice": True},
+        {"x": 1.0, "twice": True},
+    ],
+    ids=["size", "argument", "dtype", "rank", "type"],
+)
+def test_a_lowered_program_refuses_what_it_was_not_lowered_for(given: dict[str, Any]) -> None:
+    class Doubling(Net):
+        def forward(self, x: Tensor, twice: bool) -> Tensor:
+            return super().forward(x * 2 if twice else x)
+
+    state = Doubling().state_dict()
+    example = {"x": X, "twice": True}
+    lowered = fxquant.lower(on_meta(Doubling), state, scheme="int8", example_inputs=example, dynamic=False)
+    lowered.materialize()
+    assert lowered(**example).shape == (3, 8)
+    with pytest.raises(ConfigError, match="lowered"):
+        lowered(**given)
+
+
+def test_a_lowered_program_of_dynamic_sizes_checks_that_they_agree() -> None:
+    class Adding(Net):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().forward(x + y)
+
+    state = Adding().state_dict()
+    lowered = fxquant.lower(on_meta(Adding), state, scheme="int8", example_inputs=(X, X)).materialize()
+    assert lowered(X[:2], X[:2]).shape == (2, 8)
+    with pytest.raises(ConfigError, match="input y"):
+        lowered(X[:2], X)

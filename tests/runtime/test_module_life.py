@@ -48,12 +48,12 @@ def eager(state: dict[str, Tensor]) -> Net:
     return net
 
 
-def compiled(state: dict[str, Tensor], scheme: str = "int8") -> Net:
+def compiled(state: dict[str, Tensor], scheme: str = "int8", **options: object) -> Net:
     with fxquant.meta_init():
         net = Net()
     given = {name: value for name, value in state.items() if name != "again.weight"}
     example = (torch.zeros(2, 16),)
-    return fxquant.compile(net.eval(), given, scheme=scheme, example_inputs=example)
+    return fxquant.compile(net.eval(), given, scheme=scheme, example_inputs=example, **options)
 
 
 def run(model: nn.Module, x: Tensor) -> Tensor:
@@ -285,6 +285,23 @@ def test_a_submodule_called_alone_uses_the_quantized_op(state: dict[str, Tensor]
     report = fxquant.report(net)
     assert report.eager_linears == 1
     assert report.fallbacks == 0
+
+
+def test_the_eager_path_runs_the_kernel_of_the_plan(state: dict[str, Tensor], x: Tensor) -> None:
+    calls: list[str] = []
+
+    class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            calls.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    kernel = fxquant.Kernel(op="fxquant::scaled_mm", reason="test")
+    target = fxquant.Target(name="reference", device_type="cpu", kernels={"fxquant::scaled_mm": kernel})
+    net = compiled(state, target=target)
+    with Seen():
+        run(net.first, x)
+    assert "fxquant.scaled_mm.default" in calls
+    assert not any("fxquant_cpu" in call for call in calls)
 
 
 def test_frame_reuse_reads_each_layers_own_constants(x: Tensor) -> None:
