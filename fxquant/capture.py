@@ -113,6 +113,22 @@ def kept_attributes(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def kept_registration_hooks() -> Iterator[None]:
+    """Restore torch's global registration hooks: an export that fails can leave its own behind."""
+    from torch.nn.modules import module as state
+
+    names = ("buffer", "module", "parameter")
+    hooks = [getattr(state, f"_global_{name}_registration_hooks") for name in names]
+    saved = [dict(held) for held in hooks]
+    try:
+        yield
+    finally:
+        for held, before in zip(hooks, saved, strict=True):
+            held.clear()
+            held.update(before)
+
+
+@contextlib.contextmanager
 def fake_tensors_in(model: nn.Module, fake_mode: Any, device: torch.device) -> Iterator[None]:
     """Swap the model's parameters for fake ones on ``device``, and its buffers for fakes of them."""
     from torch.nn.utils import stateless
@@ -129,7 +145,8 @@ def fake_tensors_in(model: nn.Module, fake_mode: Any, device: torch.device) -> I
 
     named = {**_named_parameters(model), **_meta_buffers(model)}
     fakes = {name: fake(tensor) for name, tensor in named.items()}
-    with kept_attributes(model), stateless._reparametrize_module(model, fakes):
+    swapped = stateless._reparametrize_module(model, fakes)
+    with kept_registration_hooks(), kept_attributes(model), swapped:
         yield
 
 

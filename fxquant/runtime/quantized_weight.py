@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # lazy: torch.compiler.disable imports Dynamo at once
+from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 from typing_extensions import Self
 
@@ -218,7 +219,7 @@ _SET_GRAD = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignor
 
 def _refuse(func: Any, args: tuple[Any, ...]) -> None:
     """Raise for what cannot be carried out."""
-    if func in _STORAGE:
+    if func in _STORAGE and TracingContext.try_get() is None:  # a tracer describes its inputs
         raise QuantizedWeightError(NO_STORAGE.format(what=getattr(func, "__name__", func)))
     if func == Tensor.__setitem__ and isinstance(args[0], QuantizedWeight):
         raise QuantizedWeightError(

@@ -90,19 +90,29 @@ def check_run(model: nn.Module) -> None:
 # times as fast.
 @pytest.mark.parametrize(("scheme", "dynamic"), [("none", False), ("int8", True)], ids=["none", "int8"])
 @cases()
-def test_compile(stored: Stored, scheme: str, dynamic: bool) -> None:
+def test_compile(stored: Stored, scheme: str, dynamic: bool, capfd: pytest.CaptureFixture[str]) -> None:
     case = stored.case
     model = compiled(stored, scheme=scheme, dynamic=dynamic, example_inputs=case.inputs())
-    check_plan(case, model.fxquant_plan)
+    plan = model.fxquant_plan
+    assert "def forward" not in capfd.readouterr().err  # what export prints where it fails
+    check_plan(case, plan)
     check_output(stored, model, TOLERANCE[scheme])
     if case.whole:
-        assert model.fxquant_plan.capture == "whole model, example_inputs"
+        assert plan.capture == "whole model, example_inputs"
         check_run(model)
-    else:  # graph breaks: frames that layers share are rewritten once for all of them
-        assert "submodules" in model.fxquant_plan.capture
-        report = fxquant.report(model)
-        assert (report.fallbacks, report.unnormalized) == (0, ())
-        assert sum(report.graphs.values()) > 1
+    else:
+        assert "submodules" in plan.capture
+        assert plan.rewrites["linear"] >= len(plan.quantized)
+        assert not any("module walk" in use for weight in plan.quantized for use in weight.uses)
+        check_broken_run(model)
+
+
+def check_broken_run(model: nn.Module) -> None:
+    """Several graphs, all rewritten; layers that share a frame share its graph."""
+    report = fxquant.report(model)
+    assert (report.fallbacks, report.eager_linears, report.unnormalized) == (0, 0, ())
+    assert sum(report.graphs.values()) > 1
+    assert (report.rewritten > 0) == bool(report.plan.quantized)
 
 
 @pytest.mark.parametrize("name", [case.name for case in ZOO if EXPERTS in case.floats.values()])
