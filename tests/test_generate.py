@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import fxquant
 from reference import Int8Linears
@@ -140,3 +146,36 @@ def test_lowered_program_computes_the_same(
             expected = reference(given, use_cache=False).logits
         with torch.no_grad():
             assert torch.equal(lowered(input_ids=given, use_cache=False).logits, expected)
+
+
+def test_encoder_decoder_generates_the_same(tmp_path: Path) -> None:
+    """``generate()`` calls the encoder by itself, outside of the compiled call: the same arithmetic."""
+    config = T5Config(
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        vocab_size=64,
+        decoder_start_token_id=0,
+        eos_token_id=None,
+    )
+    torch.manual_seed(3)
+    reference = T5ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0, 0.3)
+    reference.save_pretrained(tmp_path)
+    with fxquant.meta_init():
+        model = T5ForConditionalGeneration(config).eval()
+    model = fxquant.compile(model, tmp_path, scheme="int8")
+    ids = prompts(2, 7) % 64
+    arguments: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    with Int8Linears(skip=(reference.lm_head.weight,)):
+        expected = reference.generate(ids, **arguments)
+    assert torch.equal(model.generate(ids, **arguments), expected)
+    report = fxquant.report(model)
+    assert report.fallbacks == 0
+    assert report.eager_linears == 2 * 6  # the encoder's
+    assert report.quantized == 2 * 6 + 2 * 10
