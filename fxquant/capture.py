@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxquant.errors import CaptureError
+from fxquant.kept import kept_attributes, kept_registration_hooks
 
 log = logging.getLogger("fxquant.capture")
 
@@ -88,44 +89,6 @@ def quiet_fast_paths() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)
-
-
-@contextlib.contextmanager
-def kept_attributes(model: nn.Module) -> Iterator[None]:
-    """Undo what a traced forward writes into the modules (cached masks, counters, buffers).
-
-    Otherwise fake tensors would stay behind in the user's model.
-    """
-    containers = ("_parameters", "_buffers", "_modules")
-    saved = [
-        (module, dict(module.__dict__), {name: dict(module.__dict__[name]) for name in containers})
-        for module in model.modules()
-    ]
-    try:
-        yield
-    finally:
-        for module, attributes, held in saved:
-            for name in containers:
-                attributes[name].clear()
-                attributes[name].update(held[name])
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-
-
-@contextlib.contextmanager
-def kept_registration_hooks() -> Iterator[None]:
-    """Restore torch's global registration hooks: an export that fails can leave its own behind."""
-    from torch.nn.modules import module as state
-
-    names = ("buffer", "module", "parameter")
-    hooks = [getattr(state, f"_global_{name}_registration_hooks") for name in names]
-    saved = [dict(held) for held in hooks]
-    try:
-        yield
-    finally:
-        for held, before in zip(hooks, saved, strict=True):
-            held.clear()
-            held.update(before)
 
 
 @contextlib.contextmanager
@@ -202,6 +165,7 @@ def capture(
 ) -> Captured:
     """Trace ``model(*args, **kwargs)`` without memory for weights; ``CaptureError`` where it fails."""
     fake_mode = make_fake_mode()
+    args, kwargs = _distinct_tensors((args, dict(kwargs)))
     try:
         with torch.no_grad(), quiet_fast_paths(), fake_tensors_in(model, fake_mode, device):
             program = _export(model, args, dict(kwargs), fake_mode, dynamic)
@@ -212,6 +176,20 @@ def capture(
         raise CaptureError(
             f"{where or 'the model'} does not export: {type(error).__name__}: {first}"
         ) from error
+
+
+def _distinct_tensors(inputs: Any) -> Any:
+    """The inputs with a copy of each tensor that is given twice: it stands for two inputs, not one."""
+    seen: set[int] = set()
+
+    def distinct(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        known = id(leaf) in seen
+        seen.add(id(leaf))
+        return leaf.clone() if known else leaf
+
+    return pytree.tree_map(distinct, inputs)
 
 
 def _export(model: nn.Module, args: Any, kwargs: Any, fake_mode: Any, dynamic: bool) -> Any:
@@ -300,14 +278,67 @@ def _fake_mode_of(gm: fx.GraphModule, args: Sequence[Any]) -> Any:
     return next((mode for mode in modes if mode is not None), contextlib.nullcontext())
 
 
+class _EnteringAutocast(fx.Interpreter):
+    """Runs a graph and really enters its autocast regions.
+
+    While tracing, torch records the calls that enter and leave a region without doing either, and
+    the values of the ops in it would have the wrong dtype.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm)
+        self.outer: list[tuple[str, bool, torch.dtype, bool]] = []
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        result = super().call_function(target, args, kwargs)
+        if target is torch.amp.autocast_mode._enter_autocast:
+            self._enter(*args, **kwargs)
+        elif target is torch.amp.autocast_mode._exit_autocast:
+            set_autocast(*self.outer.pop())
+        return result
+
+    def _enter(
+        self,
+        device: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        _cache_enabled: bool | None = None,
+    ) -> None:
+        before = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        self.outer.append((device, *before, torch.is_autocast_cache_enabled()))
+        # A cached cast would be recorded once and reused where it does not dominate.
+        set_autocast(device, enabled, dtype or before[1], False)
+
+
+def set_autocast(device: str, enabled: bool, dtype: torch.dtype, cache: bool) -> None:
+    """Set the autocast state of ``device``, and whether casts of weights are cached."""
+    torch.set_autocast_enabled(device, enabled)
+    torch.set_autocast_dtype(device, dtype)
+    torch.set_autocast_cache_enabled(cache)
+
+
+@contextlib.contextmanager
+def kept_autocast() -> Iterator[None]:
+    """Restore the autocast state, also when a traced region is never left."""
+    devices = ("cpu", "cuda")
+    saved = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
+    cache = torch.is_autocast_cache_enabled()
+    try:
+        yield
+    finally:
+        for device, enabled, dtype in saved:
+            set_autocast(device, enabled, dtype, cache)
+
+
 def normalize(gm: fx.GraphModule, args: Sequence[Any]) -> fx.GraphModule:
     """A graph of ``torch.compile`` in the same flat form; ``args`` are fakes for its placeholders."""
     mode = _fake_mode_of(gm, args)
     names = [str(node.target) for node in gm.graph.find_nodes(op="placeholder")]
     try:
-        with quiet_fast_paths():
-            flat = trace_flat(lambda *given: fx.Interpreter(gm).run(*given), args, mode)
+        with quiet_fast_paths(), kept_autocast():
+            flat = trace_flat(lambda *given: _EnteringAutocast(gm).run(*given), args, mode)
     except Exception as error:
-        raise CaptureError(f"graph cannot be normalized: {type(error).__name__}: {error}") from error
+        first = next(iter(str(error).strip().splitlines()), "")
+        raise CaptureError(f"graph cannot be normalized: {type(error).__name__}: {first}") from error
     rename_placeholders(flat, names)
     return flat

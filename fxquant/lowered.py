@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxquant.capture import Captured
-from fxquant.checkpoint import Checkpoint
+from fxquant.checkpoint import Checkpoint, open_checkpoint
 from fxquant.errors import ConfigError, NotMaterializedError
 from fxquant.graph import dump, placeholders, value
 from fxquant.materialize.execute import materialize
@@ -61,14 +61,23 @@ class Lowered:
         tail = dump(self.load_tail)
         return f"load:\n{self.load_graph.dump()}\ntail:\n{tail}\nrun:\n{dump(self.run_graph)}"
 
-    def materialize(
-        self, ckpt: Checkpoint | None = None, *, progress: Callable[..., None] | None = None
-    ) -> Lowered:
-        """Load the constants, from ``ckpt`` or from the checkpoint that was planned with."""
-        source = ckpt or self._checkpoint
+    def materialize(self, ckpt: object = None, *, progress: Callable[..., None] | None = None) -> Lowered:
+        """Load the constants from ``ckpt``, by default the checkpoint that was planned with.
+
+        ``ckpt`` may be all that ``fxquant.compile`` takes; its keys must be those of the plan.
+        """
+        source = self._checkpoint if ckpt is None else open_checkpoint(ckpt)
         if source is None:
             raise ConfigError("lower() was given no checkpoint: call materialize(ckpt)")
-        loaded = materialize(self.load_graph, self._planned.units, source, report=progress)
+        optional = {group.fqn for group in self._planned.groups if group.is_buffer}
+        loaded = materialize(
+            self.load_graph,
+            self._planned.units,
+            source,
+            names=self._planned.names,
+            optional=optional,
+            report=progress,
+        )
         parts = {
             (recipe.fqn, name): tensor
             for recipe in self.load_graph.recipes

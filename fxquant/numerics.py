@@ -103,3 +103,11 @@ def apply_scales(
     if bias_N is not None:
         out += bias_N.to(torch.float32)
     return out.to(out_dtype)
+
+
+def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors hold equal values, a NaN being equal to a NaN; ``b`` in the dtype of ``a``."""
+    if a.shape != b.shape:
+        return False
+    b = b.to(a.dtype)
+    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())

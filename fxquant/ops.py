@@ -171,7 +171,7 @@ def _(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 @torch.library.custom_op("fxquant::check_same", mutates_args=())
 def check_same(value: Tensor, other: Tensor, what: str) -> None:
     """Raise unless ``other`` holds the same values as ``value``; ``what`` names them in the error."""
-    if value.shape != other.shape or not torch.equal(value, other.to(value.dtype)):
+    if not numerics.same_values(value, other):
         raise _differs(what)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -204,3 +205,35 @@ def _untouched(buffer: Tensor) -> bool:
     if buffer.dtype.is_floating_point or buffer.dtype.is_complex:
         return bool(buffer.isnan().any())
     return bool((buffer == _mark(buffer)).all())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """A module that holds a parameter, and the parameter's FQN from the outermost module down."""
+
+    module: nn.Module
+    name: str
+    fqn: str
+
+
+def find_holders(parameters: Iterable[Tensor]) -> dict[int, list[Holder]]:
+    """The modules of this process that hold each parameter, by ``id(parameter)``.
+
+    For code that is given a parameter without its model. Names start at modules that no other
+    module holds; ``_orig_mod``, which torch.compile puts in, is left out.
+    """
+    wanted = {id(parameter) for parameter in parameters}
+    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    modules = [each for each in modules if "_modules" in each.__dict__]
+    inner = {id(child) for each in modules for child in each._modules.values()}
+    found: dict[int, list[Holder]] = {}
+    for root in modules:
+        if id(root) in inner:
+            continue
+        for path, module in root.named_modules():
+            for name, parameter in module._parameters.items():
+                if id(parameter) in wanted:
+                    parts = [part for part in (*path.split("."), name) if part not in ("", "_orig_mod")]
+                    holder = Holder(module=module, name=name, fqn=".".join(parts))
+                    found.setdefault(id(parameter), []).append(holder)
+    return found

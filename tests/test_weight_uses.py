@@ -97,6 +97,9 @@ CASES = {
         lambda m, x: F.linear(x, m.w.view(4, 32)[:, :16]), {"w": (8, 16)}, set(), {"w": "used by aten.view"}
     ),
     "only_added": Case(lambda m, x: x + m.w[0], {"w": (8, 16)}, set(), {"w": "cannot take codes"}),
+    "one_column": Case(lambda m, x: F.linear(x[..., 3:4], m.w[:, 5:6]), {"w": (8, 16)}, {"w"}),
+    "one_row": Case(lambda m, x: F.linear(x, m.w[2:3]), {"w": (8, 16)}, {"w"}),
+    "keywords": Case(lambda m, x: F.linear(input=x, weight=m.w, bias=None), {"w": (8, 16)}, {"w"}),
     "scalar_input": Case(
         lambda m, x, s: F.linear(x * s, m.w),
         {"w": (8, 16)},
@@ -190,3 +193,51 @@ def test_written_weight_is_refused_not_lost() -> None:
     case = Case(run, {"w": (8, 16)}, set())
     plan = fxquant.plan(Model(case), scheme="int8", example_inputs=case.inputs)
     assert "written in place" in plan.weight("w").reason
+
+
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_dtypes_of_autocast_regions(eagerly: bool) -> None:
+    """Regions in the forward, under an outer one and without, give the dtypes that eager mode gives."""
+
+    class Regions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            with torch.autocast("cpu", torch.bfloat16):
+                inside = self.fc(x)
+                with torch.autocast("cpu", enabled=False):
+                    off = self.fc(x)
+            return inside, off, self.fc(x)
+
+    x = CASES["linear"].inputs[0]
+    reference = Regions().eval()
+    with fxquant.meta_init():
+        model = Regions()
+    model = fxquant.compile(model.eval(), reference.state_dict(), scheme="int8", example_inputs=(x,))
+    run = model.forward if eagerly else model
+    for outer in (False, True):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=outer):
+            got, expected = run(x), reference(x)
+        assert [part.dtype for part in got] == [part.dtype for part in expected]
+        assert all(error(a, b) < 0.03 for a, b in zip(got, expected, strict=True))
+    assert not torch.is_autocast_enabled("cpu")
+    assert fxquant.report(model).fallbacks == 0
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_transformer_encoder_layer_is_rewritten_with_and_without_gradients(grad: bool) -> None:
+    """Its opaque inference path, which torch takes under no_grad, would compute in float."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    reference = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    with fxquant.meta_init():
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    x = CASES["linear"].inputs[0]
+    model = fxquant.compile(model.eval(), reference.state_dict(), scheme="int8", example_inputs=(x,))
+    with torch.set_grad_enabled(grad):
+        assert error(model(x).detach(), reference(x).detach()) < 0.03
+    report = fxquant.report(model)
+    assert (report.quantized, report.rewritten, report.fallbacks) == (8, 8, 0)
+    assert torch.backends.mha.get_fastpath_enabled()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from fxquant.materialize.progress import Progress, Report
 from fxquant.materialize.recipes import LoadGraph, Recipe
 from fxquant.materialize.schedule import Unit
 from fxquant.materialize.stream import stream_units
+from fxquant.numerics import same_values
 
 Constants = dict[str, tuple[Tensor, ...]]
 """FQN -> the constants of its weight, in the order of the recipe."""
@@ -65,7 +66,9 @@ def materialize(
                 given = [tensors[key] for key in recipe.keys]
                 if recipe is unit.recipes[-1]:
                     tensors.clear()
+                theirs = _storages(given) if isinstance(checkpoint, DictCheckpoint) else set()
                 made = _run(graph.templates[recipe.template], given, recipe)
+                made = tuple(part.clone() if _storages([part]) & theirs else part for part in made)
                 _check_repeated(recipe, constants.get(recipe.fqn), made)
                 constants[recipe.fqn] = made
                 pytree.tree_map_(meter.track, made)
@@ -80,9 +83,14 @@ def _read_units(units: tuple[Unit, ...], checkpoint: Checkpoint) -> Iterator[tup
         yield unit, {key: checkpoint.read(key) for key in unit.keys}
 
 
+def _storages(tensors: Sequence[Tensor]) -> set[int]:
+    """Identities of the tensors' memory; a constant must not share that of the caller's dict."""
+    return {tensor.untyped_storage()._cdata for tensor in tensors}
+
+
 def _check_repeated(recipe: Recipe, before: tuple[Tensor, ...] | None, made: tuple[Tensor, ...]) -> None:
     """A stream may bring a tied weight under each of its names; the values must be the same."""
-    if before is not None and not all(torch.equal(a, b) for a, b in zip(before, made, strict=True)):
+    if before is not None and not all(same_values(a, b) for a, b in zip(before, made, strict=True)):
         raise TiedWeightError(
             f"{recipe.fqn}: the model ties its names together, the stream brings different values for them"
         )

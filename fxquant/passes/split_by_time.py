@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from fxquant.graph import placeholders, value
 from fxquant.pass_manager import clean
-from fxquant.passes.weight_uses import mutated_args
+from fxquant.passes.aliasing import memory_roots, mutated_args
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,9 @@ def split_by_time(gm: fx.GraphModule, weights: Collection[str]) -> SplitGraphs:
 
 
 def _early_nodes(gm: fx.GraphModule, weights: set[str]) -> set[fx.Node]:
-    written = {arg for node in gm.graph.nodes for arg in mutated_args(node)}
+    root = memory_roots(gm)
+    changed = {root[arg] for node in gm.graph.nodes for arg in mutated_args(node)}
+    written = {node for node in gm.graph.nodes if root[node] in changed}
     early: set[fx.Node] = set()
     for node in gm.graph.nodes:
         given = node.op == "placeholder" and str(node.target) in weights

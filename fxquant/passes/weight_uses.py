@@ -7,7 +7,7 @@ A weight's value is followed forward through views, casts and cuts to the ops th
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import fx
 
 from fxquant.graph import is_call, is_tensor, target_name, value
 from fxquant.ops import FLOATS
+from fxquant.passes.aliasing import mutated_args
 
 aten = torch.ops.aten
 
@@ -219,17 +220,3 @@ def _writes(user: fx.Node, node: fx.Node) -> bool:
     if not isinstance(user.target, torch._ops.OpOverload) or not user.target._schema.is_mutable:
         return False
     return any(arg is node for arg in mutated_args(user))
-
-
-def mutated_args(node: fx.Node) -> list[fx.Node]:
-    """The arguments that a call writes to, after its schema."""
-    target: Callable[..., Any] | str = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return []
-    found: list[fx.Node] = []
-    for i, argument in enumerate(target._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-        fx.node.map_arg(given, found.append)
-    return found

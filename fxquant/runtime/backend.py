@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.capture import normalize
-from fxquant.errors import CaptureError
+from fxquant.errors import CaptureError, QuantizedWeightError
 from fxquant.graph import placeholders
 from fxquant.pass_manager import trace
 from fxquant.passes import rewrite
@@ -70,6 +70,10 @@ def _count_floats_left(gm: fx.GraphModule, state: RunState) -> None:
     """Uses of a quantized weight that the rewritten graph computes with its float values."""
     for node in gm.graph.find_nodes(op="call_function", target=torch.ops.fxquant.dequantize_weight.default):
         for user in node.users:
+            if state.strict:
+                raise QuantizedWeightError(
+                    f"strict: {user.target} would compute with the float values of {node.args[0]}"
+                )
             state.fallbacks[f"{node.args[0]} in {user.target} (compiled)"] += 1
 
 

@@ -1,13 +1,13 @@
 """The ``torch.compile`` backend ``"fxquant"`` for a live model: it quantizes from the parameters.
 
-Forms are chosen for each parameter when a graph first uses it. Constants are kept beside the
-parameter, found again by identity at each call (Dynamo reuses one graph for many layers), and made
-anew when the parameter is written to.
+Dynamo reuses one graph for many layers, so the form of each parameter is looked up at each call, by
+identity, and the graph is compiled once for each combination of forms that occurs. Constants are
+kept beside the parameter and made anew when it is written to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +19,12 @@ from fxquant.capture import normalize
 from fxquant.config import QuantConfig, make_config
 from fxquant.errors import CaptureError, ConfigError, QuantizedWeightError
 from fxquant.graph import placeholders
-from fxquant.passes.choose_form import Decision, Use, choose_form
+from fxquant.parameters import find_holders
+from fxquant.passes.choose_form import Use, choose_form
 from fxquant.passes.weight_uses import weight_uses
 from fxquant.runtime.backend import Compiled, compile_graph, log, plain_fakes
 from fxquant.runtime.quantized_weight import QuantizedWeight, quantize_values
+from fxquant.runtime.shell import put_tensor
 from fxquant.runtime.state import RunState
 from fxquant.scheme import Form
 from fxquant.target import Target
@@ -31,48 +33,133 @@ from fxquant.targets import choose_target
 OPTIONS = ("scheme", "config", "ignore", "inner", "release", "strict", "target")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class LiveWeight:
-    """A parameter's constants, and the version of its values that they were made from."""
+    """What is known of a parameter: its names, its constants and the values they were made from."""
 
-    form: Form
-    constants: tuple[Tensor, ...]
-    version: int
-    released: bool = False
+    names: tuple[str, ...]
+    constants: dict[Form, tuple[tuple[object, ...], tuple[Tensor, ...]]] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
+def _version(parameter: Tensor) -> tuple[object, ...]:
+    """Changes with every write through the parameter, and when ``.data`` is replaced."""
+    return parameter._version, parameter.data_ptr(), parameter.dtype
+
+
 class LiveWeights:
-    """The constants of parameters by identity, for one set of options."""
+    """What is known of the parameters of this process, by identity."""
 
-    release: bool
-    held: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+    def __init__(self) -> None:
+        self.held = WeakIdKeyDictionary()
+
+    def learn(self, parameters: Sequence[Tensor]) -> None:
+        """Find the names of parameters that are new."""
+        new = [parameter for parameter in parameters if parameter not in self.held]
+        holders = find_holders(new) if new else {}
+        for parameter in new:
+            names = tuple(holder.fqn for holder in holders.get(id(parameter), ()))
+            self.held[parameter] = LiveWeight(names=names)
+
+    def of(self, parameter: Tensor) -> LiveWeight:
+        """What is known of ``parameter``, which was learned."""
+        weight: LiveWeight = self.held[parameter]
+        return weight
 
     def constants(self, parameter: Tensor, form: Form) -> tuple[Tensor, ...]:
         """The constants of ``parameter`` in ``form``, made now where they are missing or stale."""
-        weight: LiveWeight | None = self.held.get(parameter)  # type: ignore[no-untyped-call]
-        if weight is not None and weight.released:
-            if weight.form != form:
-                raise QuantizedWeightError(f"a released parameter is held as {weight.form}, not {form}")
-            return weight.constants
-        if weight is None or weight.form != form or weight.version != parameter._version:
+        known = self.of(parameter).constants
+        version = _version(parameter)
+        if form not in known or known[form][0] != version:
             with torch.no_grad():
-                parts = quantize_values(parameter, form)
-            weight = LiveWeight(form=form, constants=parts, version=parameter._version)
-            if self.release:
-                parameter.untyped_storage().resize_(0)
-                weight.released = True
-            self.held[parameter] = weight
-        return weight.constants
-
-    def form_of(self, parameter: Tensor) -> Form | None:
-        """The form in which a released parameter is held; its floats are gone."""
-        weight: LiveWeight | None = self.held.get(parameter)  # type: ignore[no-untyped-call]
-        return weight.form if weight is not None and weight.released else None
+                known[form] = (version, quantize_values(parameter, form))
+        return known[form][1]
 
 
-_LIVE: dict[str, LiveWeights] = {}
-"""Constants by the text of the options, since ``torch.compile`` calls the backend anew for each graph."""
+_LIVE = LiveWeights()
+"""One for the process: ``torch.compile`` calls the backend anew for each graph."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LiveGraph:
+    """A graph of Dynamo, compiled for each combination of forms with which it is called."""
+
+    gm: fx.GraphModule
+    fakes: Sequence[Any]
+    uses: Mapping[int, Sequence[Use]]
+    fixed: Mapping[int, Form]
+    config: QuantConfig | None
+    target: Target
+    state: RunState
+    inner: str | Compiled
+    release: bool
+    variants: dict[tuple[Form | None, ...], Compiled] = field(default_factory=dict)
+    chosen: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the variant for the forms of ``args``."""
+        self.choose({i: args[i] for i in self.uses})
+        forms = {i: self.chosen[args[i]] for i in self.uses}
+        key = tuple(forms.values())
+        if key not in self.variants:
+            self.variants[key] = self._compile({i: form for i, form in forms.items() if form is not None})
+        result = self.variants[key](*args)
+        if self.release:
+            for i, form in forms.items():
+                if form is not None:
+                    release(args[i], form)
+        return result
+
+    def choose(self, parameters: Mapping[int, Tensor]) -> None:
+        """Choose the forms of parameters that this graph has not seen, by position."""
+        new = {i: parameter for i, parameter in parameters.items() if parameter not in self.chosen}
+        _LIVE.learn(list(new.values()))
+        for i, parameter in new.items():
+            self.chosen[parameter] = self._form(parameter, self.uses[i])
+
+    def _form(self, parameter: Tensor, uses: Sequence[Use]) -> Form | None:
+        assert self.config is not None
+        names = _LIVE.of(parameter).names or ("(a parameter that no module holds)",)
+        choice = self.config.choose(names)
+        decision = choose_form(uses, parameter.shape, parameter.dtype, choice, self.target)
+        if decision.form is None:
+            log.info("%s stays float: %s", names[0], decision.reason)
+            if self.state.strict and decision.asked:
+                raise QuantizedWeightError(f"strict: {names[0]} would stay float: {decision.reason}")
+        elif parameter.requires_grad and torch.is_grad_enabled():
+            log.warning("%s is quantized and gets no gradient: use torch.no_grad() or ignore", names[0])
+        return decision.form
+
+    def _compile(self, forms: Mapping[int, Form]) -> Compiled:
+        try:
+            return compile_graph(
+                self.gm,
+                self.fakes,
+                {**self.fixed, **forms},
+                self._constants,
+                target=self.target,
+                inner=self.inner,
+                state=self.state,
+            )
+        except CaptureError as error:
+            if self.state.strict:
+                raise
+            log.warning("a graph runs as it is, in float: %s", error)
+            return self.gm.forward
+
+    def _constants(self, position: int, argument: Any) -> Sequence[Tensor]:
+        if isinstance(argument, QuantizedWeight):
+            return argument.constants
+        return _LIVE.constants(argument, self.chosen[argument])
+
+
+def release(parameter: Tensor, form: Form) -> None:
+    """Put the constants in the place of a float parameter in every module that holds it."""
+    holders = find_holders([parameter]).get(id(parameter), [])
+    if not holders:
+        return  # released before, or an argument of the user's own
+    weight = QuantizedWeight(_LIVE.constants(parameter, form), form, parameter.dtype).as_parameter()
+    for holder in holders:
+        put_tensor(holder.module, holder.name, weight)
 
 
 def fxquant_backend(
@@ -81,38 +168,31 @@ def fxquant_backend(
     """``torch.compile(model, backend="fxquant", options={"scheme": "int8"})``.
 
     Options: ``scheme`` (required), ``config``, ``ignore``, ``inner``, ``strict``, ``target`` as in
-    ``fxquant.compile``; names are relative to the compiled module. ``release`` frees the float
-    parameters once they are quantized. A model from ``fxquant.compile`` needs no options.
+    ``fxquant.compile``. Names are FQNs from the outermost module that holds the parameter. With
+    ``release`` the constants replace the float parameters in their modules after the first call,
+    which compiles once more. Writes to a parameter are followed, except those made in place through
+    ``.data``, which leave no trace. A model from ``fxquant.compile`` needs no options.
     """
     settings = dict(options or {})
     unknown = set(settings) - set(OPTIONS)
     if unknown:
         raise ConfigError(f"unknown options {sorted(unknown)}; known: {', '.join(OPTIONS)}")
-    target = choose_target("cpu", settings.get("target"))
-    state = RunState(strict=settings.get("strict", False))
-    fakes, held = plain_fakes(gm)
-    config = _config(settings, bool(held))
-    live = _LIVE.setdefault(
-        repr(sorted(settings.items(), key=str)), LiveWeights(settings.get("release", False))
+    fakes, fixed = plain_fakes(gm)
+    config = _config(settings, bool(fixed))
+    positions = _parameters(inputs) if config is not None else {}
+    graph = LiveGraph(
+        gm=gm,
+        fakes=fakes,
+        uses=_uses(gm, fakes, positions),
+        fixed=fixed,
+        config=config,
+        target=choose_target("cpu", settings.get("target")),
+        state=RunState(strict=settings.get("strict", False)),
+        inner=settings.get("inner", "eager"),
+        release=settings.get("release", False),
     )
-    forms = dict(held)
-    try:
-        if config is not None:
-            forms |= choose_live_forms(gm, fakes, inputs, config, target, live, strict=state.strict)
-        return compile_graph(
-            gm,
-            fakes,
-            forms,
-            _constants_from(live, forms),
-            target=target,
-            inner=settings.get("inner", "eager"),
-            state=state,
-        )
-    except CaptureError as error:
-        if state.strict:
-            raise
-        log.warning("a graph runs as it is, in float: %s", error)
-        return gm.forward
+    graph.choose({i: inputs[i] for i in graph.uses})
+    return graph
 
 
 def _config(settings: Mapping[str, Any], quantized: bool) -> QuantConfig | None:
@@ -123,59 +203,21 @@ def _config(settings: Mapping[str, Any], quantized: bool) -> QuantConfig | None:
     return make_config(settings["scheme"], settings.get("config"), settings.get("ignore"))
 
 
-def _constants_from(live: LiveWeights, forms: Mapping[int, Form]) -> Callable[[int, Any], Sequence[Tensor]]:
-    def constants(position: int, argument: Any) -> Sequence[Tensor]:
-        if isinstance(argument, QuantizedWeight):
-            return argument.constants
-        return live.constants(argument, forms[position])
-
-    return constants
-
-
-def choose_live_forms(
-    gm: fx.GraphModule,
-    fakes: Sequence[Any],
-    inputs: Sequence[Any],
-    config: QuantConfig,
-    target: Target,
-    live: LiveWeights,
-    *,
-    strict: bool,
-) -> dict[int, Form]:
-    """The form of each float parameter among a graph's inputs, by position."""
-    flat = normalize(gm, fakes)
-    names = [_source_name(node) for node in gm.graph.find_nodes(op="placeholder")]
-    forms: dict[int, Form] = {}
-    for i, (node, given) in enumerate(zip(placeholders(flat), inputs, strict=True)):
-        if isinstance(given, QuantizedWeight) or not isinstance(given, nn.Parameter):
-            continue
-        form = live.form_of(given)
-        if form is None:
-            uses = [Use.of(use) for use in weight_uses(node)] if given.dim() == 2 else []
-            decision = choose_form(uses, given.shape, given.dtype, config.choose([names[i]]), target)
-            _check(names[i], decision, strict)
-            form = decision.form
-        if form is not None:
-            forms[i] = form
-    return forms
+def _parameters(inputs: Sequence[Any]) -> dict[int, Tensor]:
+    """The float matrices among a graph's inputs that are parameters, by position."""
+    return {
+        i: given
+        for i, given in enumerate(inputs)
+        if isinstance(given, nn.Parameter) and not isinstance(given, QuantizedWeight) and given.dim() == 2
+    }
 
 
-def _check(name: str, decision: Decision, strict: bool) -> None:
-    if decision.form is None:
-        log.info("%s stays float: %s", name, decision.reason)
-        if strict and decision.asked:
-            raise QuantizedWeightError(f"strict: {name} would stay float: {decision.reason}")
-
-
-def _source_name(node: fx.Node) -> str:
-    """A parameter's name relative to the frame that is compiled, from Dynamo's source.
-
-    ``L['self']._modules['layers']._modules['0']._parameters['weight']`` -> ``layers.0.weight``.
-    """
-    import re
-
-    source = getattr(node.meta.get("grapharg"), "source", None)
-    text = source.name if source is not None else str(node.target)
-    text = text() if callable(text) else text
-    parts = re.findall(r"_(?:modules|parameters|buffers)\['([^']+)'\]", text)
-    return ".".join(part for part in parts if part != "_orig_mod") or str(node.target)
+def _uses(gm: fx.GraphModule, fakes: Sequence[Any], positions: Mapping[int, Tensor]) -> dict[int, list[Use]]:
+    if not positions:
+        return {}
+    try:
+        nodes = placeholders(normalize(gm, fakes))
+    except CaptureError as error:
+        log.warning("a graph runs as it is, in float: %s", error)
+        return {}
+    return {i: [Use.of(use) for use in weight_uses(nodes[i])] for i in positions}

@@ -183,21 +183,23 @@ def keep_out_of_dynamo() -> None:
         skip_code(hook.__func__.__code__)  # type: ignore[attr-defined]
 
 
-def _takes_codes(x: Any, weight: Any, bias: Any = None) -> bool:
+def _takes_codes(input: Any, weight: Any, bias: Any = None) -> bool:  # noqa: A002 - as in F.linear
     return (
         isinstance(weight, QuantizedWeight)
-        and not isinstance(x, QuantizedWeight)
+        and not isinstance(input, QuantizedWeight)
         and not isinstance(bias, QuantizedWeight)
         and not weight.form.transposed
-        and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and input.dtype in (torch.float32, torch.bfloat16, torch.float16)
     )
 
 
-def _linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-        raise RuntimeError(f"expected mat1 and mat2 to have the same dtype, got {x.dtype} and {weight.dtype}")
+def _linear(input: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+    if input.dtype != weight.dtype and not torch.is_autocast_enabled(input.device.type):
+        raise RuntimeError(
+            f"expected the input and the weight to have the same dtype, got {input.dtype} and {weight.dtype}"
+        )
     weight.state.eager_linears += 1
-    return quantized_linear(x, weight.codes, weight.scale, bias, weight.form, weight.state.kernel)
+    return quantized_linear(input, weight.codes, weight.scale, bias, weight.form, weight.state.kernel)
 
 
 def _has_table(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

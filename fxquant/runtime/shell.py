@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import copy
 import inspect
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fxquant.capture import quiet_fast_paths
 from fxquant.errors import QuantizedWeightError
 from fxquant.parameters import WeightGroup, owner_of
 from fxquant.runtime.backend import Compiled, ModelBackend
@@ -38,11 +40,16 @@ def install_weights(
         new = _installed(group, forms.get(group.fqn), constants[group.fqn], state)
         for fqn in group.fqns:
             owner, name = owner_of(model, fqn)
-            setattr(owner, name, new)  # not the dict: nn.LSTM keeps a list of its weights up to date
-            if isinstance(new, QuantizedWeight):
-                owner.__dict__["_apply"] = ApplyQuantized(owner)
+            put_tensor(owner, name, new)
     if hasattr(model, "save_pretrained"):
         model.__dict__["save_pretrained"] = refuse_save_pretrained
+
+
+def put_tensor(owner: nn.Module, name: str, new: Tensor) -> None:
+    """Put a parameter or buffer into the module that holds it."""
+    setattr(owner, name, new)  # not the dict: nn.LSTM keeps a list of its weights up to date
+    if isinstance(new, QuantizedWeight):
+        owner.__dict__["_apply"] = ApplyQuantized(owner)
 
 
 def _installed(
@@ -94,8 +101,10 @@ class ApplyQuantized:
 def _converted(weight: QuantizedWeight, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:
     """``fn(weight)``, the same object for every module that holds ``weight``."""
     known = weight.__dict__.get("_converted")
-    if known is not None and known[0] is fn:
-        return known[1]  # type: ignore[no-any-return]
+    if known is not None and known[0]() is fn:
+        done: nn.Parameter | None = known[1]()
+        if done is not None:
+            return done
     with torch.no_grad():
         new = fn(weight)
     if not isinstance(new, QuantizedWeight):
@@ -103,8 +112,11 @@ def _converted(weight: QuantizedWeight, fn: Callable[[Tensor], Tensor]) -> nn.Pa
             f"a module conversion turned {weight!r} into a plain tensor of {new.dtype}: a quantized weight "
             "can be moved to a device and cast to float32, bfloat16 or float16."
         )
-    weight.__dict__["_converted"] = (fn, new.as_parameter())
-    return weight.__dict__["_converted"][1]  # type: ignore[no-any-return]
+    parameter = new.as_parameter()
+    # Weak, and on the new weight too: a module under two parents is visited twice.
+    mark = (weakref.ref(fn), weakref.ref(parameter))
+    weight.__dict__["_converted"] = parameter.__dict__["_converted"] = mark
+    return parameter
 
 
 class Shell:
@@ -136,7 +148,7 @@ class Shell:
             keep_out_of_dynamo()
             backend = ModelBackend(target, inner, state, disable_passes)
             compiled = torch.compile(_entry(model), backend=backend, dynamic=dynamic, **_limit())
-            model.__dict__["_compiled_call_impl"] = _with_hook_guards(compiled)
+            model.__dict__["_compiled_call_impl"] = _with_settings(compiled)
 
     def _settings(self) -> dict[str, Any]:
         names = ("target", "inner", "dynamic", "traceable", "disable_passes")
@@ -153,16 +165,17 @@ class Shell:
         self.__init__(settings.pop("model"), **settings)  # type: ignore[misc]
 
 
-def _with_hook_guards(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Guard on module hooks too, so that one added or removed after the first call counts.
+def _with_settings(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Call ``compiled`` under the settings that its tracing needs.
 
-    Dynamo leaves these guards out by default; its setting is read while a frame is traced.
+    Guards on module hooks, which Dynamo leaves out by default: a hook that is added or removed after
+    the first call must count. No opaque fast path for attention: its linears would not be seen.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return compiled(*args, **kwargs)
-        with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+        with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False), quiet_fast_paths():
             return compiled(*args, **kwargs)
 
     return call

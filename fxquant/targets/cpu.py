@@ -20,6 +20,8 @@ from fxquant.target import Kernel, Limit, Target
 def _int_mm(a_MK: Tensor, b_NK: Tensor) -> Tensor:
     if 0 in a_MK.shape or 0 in b_NK.shape:
         return torch.zeros((a_MK.shape[0], b_NK.shape[0]), dtype=torch.int32, device=a_MK.device)
+    if a_MK.shape[1] == 1:  # the transposed view has strides (1, 1), and _int_mm reads past its end
+        return numerics.int_matmul(a_MK, b_NK)
     return torch._int_mm(a_MK.contiguous(), b_NK.contiguous().t())
 
 
@@ -44,10 +46,10 @@ def int_mm_fault() -> str | None:
     """Why ``torch._int_mm`` is not to be trusted in this process, or None where it is.
 
     Operands of 127 overflow int16 pairs; with one 126 and K = 1056 they sum to an odd number past
-    2^24, which float32 cannot hold; odd sizes and single rows take other code paths.
+    2^24, which float32 cannot hold; odd sizes, single rows and single columns take other code paths.
     """
     generator = torch.Generator().manual_seed(0)
-    for m, n, k in ((1, 5, 64), (17, 40, 1056), (3, 33, 15), (2, 8, 4104)):
+    for m, n, k in ((1, 5, 64), (17, 40, 1056), (3, 33, 15), (2, 8, 4104), (5, 1, 7), (2, 7, 1), (4, 3, 2)):
         signs = torch.randint(0, 2, (m, k), generator=generator, device="cpu") * 254 - 127
         full = torch.full((n, k), 127, dtype=torch.int8, device="cpu")
         mixed = torch.randint(-127, 128, (n, k), generator=generator, device="cpu").to(torch.int8)

@@ -331,3 +331,89 @@ def test_a_lowered_program_of_dynamic_sizes_checks_that_they_agree() -> None:
     assert lowered(X[:2], X[:2]).shape == (2, 8)
     with pytest.raises(ConfigError, match="input y"):
         lowered(X[:2], X)
+
+
+def test_lower_keeps_inputs_apart_that_were_one_tensor_in_the_example() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(16, 8)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.fc(x) - self.fc(y * 2)
+
+    reference = Two().eval()
+    lowered = fxquant.lower(on_meta(Two), reference.state_dict(), scheme="int8", example_inputs=(X, X))
+    y = torch.randn(3, 16)
+    with torch.no_grad():
+        assert error(lowered.materialize()(X, y), reference(X, y)) < 0.02
+
+
+def test_lower_does_not_move_what_is_written_through_a_view() -> None:
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.randn(16))
+            self.fc = nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            scale = self.scale.clone()
+            scale[:4] += x[0, :4]
+            return self.fc(x) * 0.1 + scale[:8] * 10
+
+    reference = Writing().eval()
+    lowered = fxquant.lower(on_meta(Writing), reference.state_dict(), scheme="int8", example_inputs=(X,))
+    lowered.materialize()
+    with torch.no_grad():
+        for given in (X, -X, X):
+            assert error(lowered(given), reference(given)) < 0.01
+
+
+def test_materialize_takes_what_compile_takes(reference: nn.Module, tmp_path: Path) -> None:
+    save_file(dict(reference.state_dict()), tmp_path / "model.safetensors")
+    lowered = fxquant.lower(on_meta(), scheme="int8", example_inputs=(X,))
+    for source in (reference.state_dict(), tmp_path, iter(reference.state_dict().items())):
+        with torch.no_grad():
+            assert error(lowered.materialize(source)(X), reference(X)) < 0.02
+
+
+def test_planning_leaves_nothing_in_caches_of_the_model() -> None:
+    class Helper:
+        def __init__(self) -> None:
+            self.seen: list[Tensor] = []
+
+    class Caching(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cache: dict[int, Tensor] = {}
+            self.helper = Helper()
+
+        def forward(self, x: Tensor) -> Tensor:
+            size = x.shape[-1]
+            if size not in self.cache:
+                self.cache[size] = torch.arange(float(size))
+                self.helper.seen.append(self.cache[size])
+            return super().forward(x + self.cache[size])
+
+    reference = Caching().eval()
+    model = on_meta(Caching)
+    fxquant.plan(model, reference.state_dict(), scheme="int8", example_inputs=(X,))
+    assert model.cache == {}
+    assert model.helper.seen == []
+    model = fxquant.compile(model, reference.state_dict(), scheme="int8", example_inputs=(X,))
+    with torch.no_grad():
+        assert type(model(X)) is Tensor
+        assert error(model(X), reference(X)) < 0.02
+
+
+@pytest.mark.parametrize("scheme", ["none", "int8"])
+def test_a_dict_checkpoint_is_not_shared(scheme: str) -> None:
+    donor = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8))
+    before = {name: tensor.clone() for name, tensor in donor.state_dict().items()}
+    model = on_meta(lambda: nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8)))
+    model = fxquant.compile(model, donor.state_dict(), scheme=scheme, example_inputs=(X,)).train()
+    with torch.no_grad():
+        model(X)
+        model[1].weight.zero_()
+    for name, tensor in donor.state_dict().items():
+        assert torch.equal(tensor, before[name])

@@ -167,6 +167,13 @@ def test_tied_names_with_different_values_raise(tmp_path: Path) -> None:
         compiled(tmp_path)
 
 
+def test_tied_names_with_equal_values_may_hold_nan(tmp_path: Path) -> None:
+    state = values()
+    state["embed.weight"][3, 5] = float("nan")
+    save_file({**state, "head.weight": state["embed.weight"].clone()}, tmp_path / "model.safetensors")
+    assert compiled(tmp_path).embed.weight.isnan().sum() == 1
+
+
 @pytest.mark.parametrize("fault", ["missing", "shape", "dtype"])
 def test_faults_leave_the_model_on_meta(fault: str, tmp_path: Path) -> None:
     state = values()

@@ -108,6 +108,25 @@ def test_half_and_back_and_to_device(state: dict[str, Tensor], x: Tensor) -> Non
     assert net.again.weight is net.first.weight
 
 
+def test_one_module_under_two_parents_is_converted_once(state: dict[str, Tensor], x: Tensor) -> None:
+    class Parent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+            self.same = nn.ModuleList([self.net.first])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+    with fxquant.meta_init():
+        parent = Parent()
+    given = {f"net.{name}": value for name, value in state.items() if name != "again.weight"}
+    parent = fxquant.compile(parent.eval(), given, scheme="int8", example_inputs=(x,)).half()
+    assert parent.net.first.weight is parent.net.again.weight
+    assert parent.same[0].weight is parent.net.first.weight
+    assert close(run(parent, x.half()), run(eager(state), x))
+
+
 def test_submodule_to_keeps_quantized(state: dict[str, Tensor]) -> None:
     net = compiled(state)
     net.last.to(torch.bfloat16)
