@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 Undo = Callable[[], None]
+
+_LEAVES = (Tensor, nn.Module, type, str, bytes, int, float)
 
 
 @contextlib.contextmanager
@@ -18,51 +22,66 @@ def kept_attributes(model: nn.Module) -> Iterator[None]:
     Otherwise fake tensors would stay behind in the user's model. Attributes are followed through
     dicts, lists, sets and plain objects.
     """
-    undo: list[Undo] = []
-    seen: set[int] = set()
-    for module in model.modules():
-        _remember(module.__dict__, undo, seen)
+    undo = _remember([module.__dict__ for module in model.modules()])
     try:
         yield
     finally:
-        for step in reversed(undo):
+        for step in undo:
             step()
 
 
-def _remember(value: Any, undo: list[Undo], seen: set[int]) -> None:
-    """Note how to restore ``value`` and what it holds."""
-    if id(value) in seen or isinstance(value, (Tensor, nn.Module, type, str, bytes, int, float)):
-        return
-    seen.add(id(value))
-    if isinstance(value, dict):
-        items = dict(value)
-        undo.append(lambda: _refill(value, items))
-        held = list(items.values())
-    elif isinstance(value, list):
-        held = list(value)
-        undo.append(lambda: value.__setitem__(slice(None), held))
-    elif isinstance(value, set):
-        held = list(value)
-        undo.append(lambda: value.intersection_update(held))
-        undo.append(lambda: value.update(held))
-    elif isinstance(value, tuple):
-        held = list(value)
-    else:
-        held = [value.__dict__] if _is_plain(value) else []
-    for part in held:
-        _remember(part, undo, seen)
+def _remember(start: Iterable[Any]) -> list[Undo]:
+    """How to restore the containers and objects in ``start`` and all that they hold."""
+    undo: list[Undo] = []
+    seen: set[int] = set()
+    stack = list(start)
+    while stack:
+        value = stack.pop()
+        if id(value) in seen or isinstance(value, _LEAVES):
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict):
+            undo.append(partial(_refill_dict, value, dict(value)))
+            stack.extend(value.values())
+        elif isinstance(value, list):
+            undo.append(partial(_refill_list, value, list(value)))
+            stack.extend(value)
+        elif isinstance(value, set):
+            undo.append(partial(_refill_set, value, set(value)))
+        elif isinstance(value, tuple):
+            stack.extend(value)
+        elif _is_plain(value):
+            stack.append(value.__dict__)
+    return undo
 
 
-def _refill(value: dict[Any, Any], items: dict[Any, Any]) -> None:
+def _refill_dict(value: dict[Any, Any], items: dict[Any, Any]) -> None:
     if value.keys() != items.keys() or any(value[key] is not items[key] for key in items):
         value.clear()
         value.update(items)
 
 
+def _refill_list(value: list[Any], items: list[Any]) -> None:
+    if len(value) != len(items) or any(one is not two for one, two in zip(value, items, strict=True)):
+        value[:] = items
+
+
+def _refill_set(value: set[Any], items: set[Any]) -> None:
+    if value != items:
+        value.clear()
+        value.update(items)
+
+
 def _is_plain(value: Any) -> bool:
-    """Whether ``value`` is an object of the user's code that keeps its state in ``__dict__``."""
-    library = type(value).__module__.partition(".")[0] in ("builtins", "torch", "typing", "functools", "enum")
-    return not library and isinstance(getattr(value, "__dict__", None), dict)
+    """Whether ``value`` is an object of the user's code, or of a library, that keeps a ``__dict__``.
+
+    Objects of the standard library and of torch are left alone: through a logger, say, they lead to
+    state of the whole process.
+    """
+    package = type(value).__module__.partition(".")[0]
+    if package == "torch" or package in sys.stdlib_module_names:
+        return False
+    return isinstance(getattr(value, "__dict__", None), dict)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -381,6 +382,7 @@ def test_planning_leaves_nothing_in_caches_of_the_model() -> None:
     class Helper:
         def __init__(self) -> None:
             self.seen: list[Tensor] = []
+            self.logger = logging.getLogger("fxquant.tests.helper")
 
     class Caching(Net):
         def __init__(self) -> None:
@@ -393,6 +395,7 @@ def test_planning_leaves_nothing_in_caches_of_the_model() -> None:
             if size not in self.cache:
                 self.cache[size] = torch.arange(float(size))
                 self.helper.seen.append(self.cache[size])
+                logging.getLogger("fxquant.tests.made_while_tracing")
             return super().forward(x + self.cache[size])
 
     reference = Caching().eval()
@@ -400,6 +403,7 @@ def test_planning_leaves_nothing_in_caches_of_the_model() -> None:
     fxquant.plan(model, reference.state_dict(), scheme="int8", example_inputs=(X,))
     assert model.cache == {}
     assert model.helper.seen == []
+    assert "fxquant.tests.made_while_tracing" in logging.root.manager.loggerDict
     model = fxquant.compile(model, reference.state_dict(), scheme="int8", example_inputs=(X,))
     with torch.no_grad():
         assert type(model(X)) is Tensor
