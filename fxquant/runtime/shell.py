@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fxquant.capture import quiet_fast_paths
 from fxquant.errors import QuantizedWeightError
+from fxquant.ops import FLOATS
 from fxquant.parameters import WeightGroup, owner_of
 from fxquant.runtime.backend import Compiled, ModelBackend
 from fxquant.runtime.quantized_weight import QuantizedWeight, keep_out_of_dynamo
@@ -41,7 +42,9 @@ def install_weights(
         for fqn in group.fqns:
             owner, name = owner_of(model, fqn)
             put_tensor(owner, name, new)
-    if hasattr(model, "save_pretrained"):
+    if forms:
+        model.__dict__["_apply"] = ApplyQuantized(model)
+    if forms and hasattr(model, "save_pretrained"):
         model.__dict__["save_pretrained"] = refuse_save_pretrained
 
 
@@ -83,19 +86,29 @@ class ApplyQuantized:
         self.module = module
 
     def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Apply ``fn`` to all tensors of the module."""
+        """Apply ``fn`` to all tensors of the module; refused before any of them where it cannot be."""
         module = self.module
-        items: list[tuple[str, Any]] = list(module._parameters.items())
-        held = {name: value for name, value in items if isinstance(value, QuantizedWeight)}
+        with torch.no_grad():
+            _check_dtype(fn(torch.empty(0)).dtype)
+        parameters: dict[str, Any] = module._parameters
+        held = {name: value for name, value in parameters.items() if isinstance(value, QuantizedWeight)}
         for name in held:
-            module._parameters[name] = None
+            parameters[name] = None
         try:
             type(module)._apply(module, fn, recurse)  # type: ignore[no-untyped-call]
         finally:
-            module._parameters.update(items)
+            parameters.update(held)
         for name, weight in held.items():
-            module._parameters[name] = _converted(weight, fn)
+            parameters[name] = _converted(weight, fn)
         return module
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in FLOATS:
+        raise QuantizedWeightError(
+            "the module holds quantized weights, which can be moved to a device and cast to float32, "
+            f"bfloat16 or float16, not to {dtype}"
+        )
 
 
 def _converted(weight: QuantizedWeight, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:
@@ -107,11 +120,7 @@ def _converted(weight: QuantizedWeight, fn: Callable[[Tensor], Tensor]) -> nn.Pa
             return done
     with torch.no_grad():
         new = fn(weight)
-    if not isinstance(new, QuantizedWeight):
-        raise QuantizedWeightError(
-            f"a module conversion turned {weight!r} into a plain tensor of {new.dtype}: a quantized weight "
-            "can be moved to a device and cast to float32, bfloat16 or float16."
-        )
+    assert isinstance(new, QuantizedWeight)
     parameter = new.as_parameter()
     # Weak, and on the new weight too: a module under two parents is visited twice.
     mark = (weakref.ref(fn), weakref.ref(parameter))

@@ -108,6 +108,13 @@ def test_half_and_back_and_to_device(state: dict[str, Tensor], x: Tensor) -> Non
     assert net.again.weight is net.first.weight
 
 
+def test_to_a_device_that_replaces_parameters(state: dict[str, Tensor]) -> None:
+    net = compiled(state).to("meta")
+    assert all(parameter.is_meta for parameter in net.parameters())
+    assert net.first.weight.codes.is_meta
+    assert net.again.weight is net.first.weight
+
+
 def test_one_module_under_two_parents_is_converted_once(state: dict[str, Tensor], x: Tensor) -> None:
     class Parent(nn.Module):
         def __init__(self) -> None:
@@ -140,6 +147,7 @@ def test_to_integer_dtype_is_refused(state: dict[str, Tensor]) -> None:
         net.to(torch.int32)
     with pytest.raises(QuantizedWeightError, match="float32, bfloat16 or float16"):
         net.double()
+    assert {parameter.dtype for parameter in net.parameters()} == {torch.float32}
     assert isinstance(net.first.weight, QuantizedWeight)
 
 
