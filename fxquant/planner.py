@@ -184,6 +184,8 @@ def _walked(model: nn.Module, fqn: str, capture: ModelCapture) -> list[Use]:
     owner, name = owner_of(model, fqn)
     if name == "weight" and isinstance(owner, nn.Linear):
         return [Use(op=f"nn.Linear ({WALKED})", k_axis=1)]
+    if name.endswith("proj_weight") and isinstance(owner, nn.MultiheadAttention):
+        return [Use(op=f"nn.MultiheadAttention ({WALKED})", k_axis=1)]
     if name == "weight" and isinstance(owner, nn.Embedding):
         return [Use(op="nn.Embedding", k_axis=None, refusal="embedding look-up", lookup=True)]
     if name == "weight" and type(owner).__name__ == "Conv1D" and hasattr(owner, "nf"):

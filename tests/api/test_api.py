@@ -421,3 +421,24 @@ def test_a_dict_checkpoint_is_not_shared(scheme: str) -> None:
         model[1].weight.zero_()
     for name, tensor in donor.state_dict().items():
         assert torch.equal(tensor, before[name])
+
+
+def test_a_module_walk_knows_linear_like_modules() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.same = nn.MultiheadAttention(16, 2, batch_first=True)
+            self.other = nn.MultiheadAttention(16, 2, kdim=8, vdim=8, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.same(x, x, x, need_weights=False)[0]
+            return self.other(x, x[..., :8], x[..., 8:], need_weights=False)[0]
+
+    x = torch.randn(2, 5, 16)
+    reference = Attention().eval()
+    model = fxquant.compile(on_meta(Attention), reference.state_dict(), scheme="int8")
+    assert "module walk" in model.fxquant_plan.capture
+    assert len(model.fxquant_plan.quantized) == 2 + 4
+    with torch.no_grad():
+        assert error(model(x), reference(x)) < 0.03
+    assert fxquant.report(model).fallbacks == 0
