@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -12,13 +13,11 @@ from fxquant.capture_model import untraceable
 from fxquant.checkpoint import Checkpoint, open_checkpoint
 from fxquant.errors import ConfigError
 from fxquant.lowered import Lowered, lower_model
-from fxquant.materialize.execute import materialize
 from fxquant.materialize.progress import choose_progress
 from fxquant.options import Options, make_request
 from fxquant.parameters import meta_init
 from fxquant.plan import Plan
 from fxquant.planner import make_plan
-from fxquant.report import LoadRecord
 from fxquant.runtime.shell import Shell, install_weights
 from fxquant.runtime.state import RunState
 
@@ -51,19 +50,12 @@ def compile(model: ModelOrFactory, ckpt: Any, **options: Unpack[Options]) -> nn.
     planned = make_plan(module, checkpoint, request)
     progress = choose_progress(options.get("progress"))
     with checkpoint:
-        loaded = materialize(
-            planned.graph,
-            planned.units,
-            checkpoint,
-            names=planned.names,
-            optional={group.fqn for group in planned.groups if group.is_buffer},
-            report=progress,
-        )
+        loaded = planned.load(checkpoint, report=progress)
     kernel = request.target.kernels.get("fxquant::scaled_mm")
     state = RunState(strict=request.strict, kernel=kernel.op if kernel else "")
     install_weights(module, planned.groups, planned.forms, loaded.constants, state)
     module.__dict__["fxquant_plan"] = planned.plan
-    module.__dict__["_fxquant_load"] = LoadRecord.of(planned.plan, loaded)
+    module.__dict__["_fxquant_load"] = replace(loaded, constants={})  # what loading took
     module.__dict__["_fxquant_shell"] = Shell(
         module,
         target=request.target,

@@ -13,7 +13,6 @@ from fxquant.capture import Captured
 from fxquant.checkpoint import Checkpoint, open_checkpoint
 from fxquant.errors import ConfigError, NotMaterializedError
 from fxquant.graph import dump, placeholders, value
-from fxquant.materialize.execute import materialize
 from fxquant.materialize.recipes import LoadGraph
 from fxquant.passes import rewrite
 from fxquant.passes.split_by_time import SplitGraphs, split_by_time
@@ -69,15 +68,7 @@ class Lowered:
         source = self._checkpoint if ckpt is None else open_checkpoint(ckpt)
         if source is None:
             raise ConfigError("lower() was given no checkpoint: call materialize(ckpt)")
-        optional = {group.fqn for group in self._planned.groups if group.is_buffer}
-        loaded = materialize(
-            self.load_graph,
-            self._planned.units,
-            source,
-            names=self._planned.names,
-            optional=optional,
-            report=progress,
-        )
+        loaded = self._planned.load(source, report=progress)
         parts = {
             (recipe.fqn, name): tensor
             for recipe in self.load_graph.recipes

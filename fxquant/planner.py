@@ -22,6 +22,8 @@ from fxquant.checkpoint import (
 )
 from fxquant.config import QuantConfig
 from fxquant.errors import ExtraWeightError, RefusedError, WeightMismatchError
+from fxquant.materialize.execute import Loaded, materialize
+from fxquant.materialize.progress import Report
 from fxquant.materialize.recipes import LoadGraph, Reads, result_vals, transient_bytes
 from fxquant.materialize.schedule import Unit, make_units, predict_peak, resident_bytes
 from fxquant.parameters import WeightGroup, owner_of, repair_buffers, weight_groups
@@ -62,6 +64,16 @@ class Planned:
     capture: ModelCapture
     names: Mapping[str, str]
     """Every name under which a stream may bring a key -> the key."""
+
+    def load(self, checkpoint: Checkpoint, *, report: Report | None = None) -> Loaded:
+        """Make the constants; buffers that a stream does not bring keep the values they have."""
+        buffers = {group.fqn: group for group in self.groups if group.is_buffer}
+        loaded = materialize(
+            self.graph, self.units, checkpoint, names=self.names, optional=buffers, report=report
+        )
+        for fqn in buffers.keys() - loaded.constants.keys():
+            loaded.constants[fqn] = (buffers[fqn].tensor,)
+        return loaded
 
 
 def make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request) -> Planned:

@@ -16,23 +16,6 @@ from fxquant.runtime.state import RunState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadRecord:
-    """What is kept with a model after loading."""
-
-    plan: Plan
-    measured_peak: Mapping[str, int]
-    seconds: float
-    read_bytes: int
-
-    @staticmethod
-    def of(plan: Plan, loaded: Loaded) -> LoadRecord:
-        """The record of a load."""
-        return LoadRecord(
-            plan=plan, measured_peak=loaded.peak, seconds=loaded.seconds, read_bytes=loaded.read_bytes
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """The result of ``fxquant.report(model)``. Bytes are of live tensors, by device type.
 
@@ -86,18 +69,18 @@ class Report:
 
 def report(model: nn.Module) -> Report:
     """What happened to ``model``, which ``fxquant.compile`` returned (or a copy of it)."""
-    record = model.__dict__.get("_fxquant_load")
+    loaded: Loaded | None = model.__dict__.get("_fxquant_load")
     shell = model.__dict__.get("_fxquant_shell")
-    if record is None or shell is None:
+    if loaded is None or shell is None:
         raise ConfigError(f"{type(model).__name__} was not compiled by fxquant.compile")
     states = {id(state): state for state in (shell.state, *_weight_states(model))}.values()
     fallbacks = sum((state.fallbacks for state in states), Counter[str]())
     state: RunState = shell.state
     return Report(
-        plan=record.plan,
-        measured_peak=record.measured_peak,
-        load_seconds=record.seconds,
-        read_bytes=record.read_bytes,
+        plan=model.__dict__["fxquant_plan"],
+        measured_peak=loaded.peak,
+        load_seconds=loaded.seconds,
+        read_bytes=loaded.read_bytes,
         graphs=dict(state.graphs),
         recompiles=state.recompiles,
         rewritten=state.rewritten,

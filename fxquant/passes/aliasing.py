@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,17 +12,19 @@ from torch import fx
 from fxquant.graph import is_call
 
 
+def written_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """Those of the arguments of a call of ``op`` that it writes to, after its schema."""
+    for i, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield args[i] if i < len(args) else kwargs.get(argument.name)
+
+
 def mutated_args(node: fx.Node) -> list[fx.Node]:
-    """The arguments that a call writes to, after its schema."""
-    target: Callable[..., Any] | str = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    """The nodes that a call writes to."""
+    if not isinstance(node.target, torch._ops.OpOverload):
         return []
     found: list[fx.Node] = []
-    for i, argument in enumerate(target._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-        fx.node.map_arg(given, found.append)
+    fx.node.map_arg(list(written_arguments(node.target, node.args, node.kwargs)), found.append)
     return found
 
 

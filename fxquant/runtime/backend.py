@@ -30,8 +30,7 @@ GetConstants = Callable[[int, Any], Sequence[Tensor]]
 
 
 def compile_graph(
-    gm: fx.GraphModule,
-    fakes: Sequence[Any],
+    flat: fx.GraphModule,
     forms: Mapping[int, Form],
     constants_of: GetConstants,
     *,
@@ -40,12 +39,11 @@ def compile_graph(
     state: RunState,
     disable: Collection[str] = (),
 ) -> Compiled:
-    """Rewrite a Dynamo graph and compile the result with ``inner``.
+    """Rewrite a normalized graph in place and compile the result with ``inner``.
 
-    ``fakes`` stand for the placeholders; ``forms`` gives the form of those that are quantized
-    weights, by position; ``constants_of(position, argument)`` gives their constants at a call.
+    ``forms`` gives the form of the placeholders that are quantized weights, by position;
+    ``constants_of(position, argument)`` gives their constants at a call.
     """
-    flat = normalize(gm, fakes)
     names = [str(node.target) for node in placeholders(flat)]
     results = rewrite(flat, {names[i]: form for i, form in forms.items()}, target, disable=disable)
     counts = {result.name: result.rewrites for result in results}
@@ -106,8 +104,7 @@ class ModelBackend:
         fakes, forms = plain_fakes(gm)
         try:
             return compile_graph(
-                gm,
-                fakes,
+                normalize(gm, fakes),
                 forms,
                 _constants,
                 target=self.target,
@@ -126,7 +123,7 @@ def _constants(position: int, weight: QuantizedWeight) -> Sequence[Tensor]:
 
 
 def frame_name() -> str:
-    """The code object that Dynamo is compiling, as ``file:line function``."""
+    """A name for the code object that Dynamo is compiling: ``frame 0``."""
     from torch._guards import CompileContext
 
     compile_id = CompileContext.current_compile_id()

@@ -7,7 +7,8 @@ kept beside the parameter and made anew when it is written to.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,7 +85,8 @@ class LiveGraph:
     """A graph of Dynamo, compiled for each combination of forms with which it is called."""
 
     gm: fx.GraphModule
-    fakes: Sequence[Any]
+    flat: fx.GraphModule | None
+    """The normalized graph, which each variant copies; None where it cannot be normalized."""
     uses: Mapping[int, Sequence[Use]]
     fixed: Mapping[int, Form]
     config: QuantConfig | None
@@ -104,9 +106,7 @@ class LiveGraph:
             self.variants[key] = self._compile({i: form for i, form in forms.items() if form is not None})
         result = self.variants[key](*args)
         if self.release:
-            for i, form in forms.items():
-                if form is not None:
-                    release(args[i], form)
+            release({i: args[i] for i, form in forms.items() if form is not None}, forms)
         return result
 
     def choose(self, parameters: Mapping[int, Tensor]) -> None:
@@ -130,21 +130,16 @@ class LiveGraph:
         return decision.form
 
     def _compile(self, forms: Mapping[int, Form]) -> Compiled:
-        try:
-            return compile_graph(
-                self.gm,
-                self.fakes,
-                {**self.fixed, **forms},
-                self._constants,
-                target=self.target,
-                inner=self.inner,
-                state=self.state,
-            )
-        except CaptureError as error:
-            if self.state.strict:
-                raise
-            log.warning("a graph runs as it is, in float: %s", error)
+        if self.flat is None:
             return self.gm.forward
+        return compile_graph(
+            fx.GraphModule(self.flat, copy.deepcopy(self.flat.graph)),
+            {**self.fixed, **forms},
+            self._constants,
+            target=self.target,
+            inner=self.inner,
+            state=self.state,
+        )
 
     def _constants(self, position: int, argument: Any) -> Sequence[Tensor]:
         if isinstance(argument, QuantizedWeight):
@@ -152,14 +147,15 @@ class LiveGraph:
         return _LIVE.constants(argument, self.chosen[argument])
 
 
-def release(parameter: Tensor, form: Form) -> None:
-    """Put the constants in the place of a float parameter in every module that holds it."""
-    holders = find_holders([parameter]).get(id(parameter), [])
-    if not holders:
-        return  # released before, or an argument of the user's own
-    weight = QuantizedWeight(_LIVE.constants(parameter, form), form, parameter.dtype).as_parameter()
-    for holder in holders:
-        put_tensor(holder.module, holder.name, weight)
+def release(parameters: Mapping[int, Tensor], forms: Mapping[int, Form | None]) -> None:
+    """Put the constants in the place of float parameters in every module that holds them."""
+    holders = find_holders(parameters.values())
+    for i, parameter in parameters.items():
+        form = forms[i]
+        assert form is not None
+        weight = QuantizedWeight(_LIVE.constants(parameter, form), form, parameter.dtype).as_parameter()
+        for holder in holders.get(id(parameter), ()):  # none: an argument of the user's own
+            put_tensor(holder.module, holder.name, weight)
 
 
 def fxquant_backend(
@@ -179,15 +175,17 @@ def fxquant_backend(
         raise ConfigError(f"unknown options {sorted(unknown)}; known: {', '.join(OPTIONS)}")
     fakes, fixed = plain_fakes(gm)
     config = _config(settings, bool(fixed))
+    strict = settings.get("strict", False)
+    flat = _normalized(gm, fakes, strict=strict)
     positions = _parameters(inputs) if config is not None else {}
     graph = LiveGraph(
         gm=gm,
-        fakes=fakes,
-        uses=_uses(gm, fakes, positions),
+        flat=flat,
+        uses=_uses(flat, positions),
         fixed=fixed,
         config=config,
         target=choose_target("cpu", settings.get("target")),
-        state=RunState(strict=settings.get("strict", False)),
+        state=RunState(strict=strict),
         inner=settings.get("inner", "eager"),
         release=settings.get("release", False),
     )
@@ -212,12 +210,18 @@ def _parameters(inputs: Sequence[Any]) -> dict[int, Tensor]:
     }
 
 
-def _uses(gm: fx.GraphModule, fakes: Sequence[Any], positions: Mapping[int, Tensor]) -> dict[int, list[Use]]:
-    if not positions:
-        return {}
+def _normalized(gm: fx.GraphModule, fakes: Sequence[Any], *, strict: bool) -> fx.GraphModule | None:
     try:
-        nodes = placeholders(normalize(gm, fakes))
+        return normalize(gm, fakes)
     except CaptureError as error:
+        if strict:
+            raise
         log.warning("a graph runs as it is, in float: %s", error)
+        return None
+
+
+def _uses(flat: fx.GraphModule | None, positions: Iterable[int]) -> dict[int, list[Use]]:
+    if flat is None:
         return {}
+    nodes = placeholders(flat)
     return {i: [Use.of(use) for use in weight_uses(nodes[i])] for i in positions}

@@ -10,14 +10,12 @@ from torch.utils import _pytree as pytree
 from typing_extensions import Self
 
 from fxquant.errors import QuantizedWeightError
+from fxquant.passes.aliasing import written_arguments
 
 
 def check_not_written(func: Any, args: Any, kwargs: Any, kinds: tuple[type, ...]) -> None:
     """Raise if ``func`` writes to an argument that is one of ``kinds``."""
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        given = args[i] if i < len(args) else kwargs.get(argument.name)
+    for given in written_arguments(func, args, kwargs):
         if any(isinstance(leaf, kinds) for leaf in pytree.tree_leaves(given)):
             raise QuantizedWeightError(
                 f"{func} would write to float values that a quantized weight does not hold, and the write "

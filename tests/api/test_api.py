@@ -442,3 +442,19 @@ def test_a_module_walk_knows_linear_like_modules() -> None:
     with torch.no_grad():
         assert error(model(x), reference(x)) < 0.03
     assert fxquant.report(model).fallbacks == 0
+
+
+def test_a_lowered_program_keeps_buffers_that_a_stream_does_not_bring() -> None:
+    class Buffered(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("gain", torch.full((8,), 3.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.gain
+
+    reference = Buffered().eval()
+    lowered = fxquant.lower(on_meta(Buffered), scheme="int8", example_inputs=(X,))
+    weights = ((name, tensor) for name, tensor in reference.state_dict().items() if name != "gain")
+    with torch.no_grad():
+        assert error(lowered.materialize(weights)(X), reference(X)) < 0.02
