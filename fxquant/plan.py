@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from fxquant.errors import ConfigError
+from fxquant.timeline import Moment
 
 FORMAT = 1
 """Version of the JSON."""
@@ -83,7 +84,11 @@ class Plan:
     extra: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     predicted_peak: Mapping[str, int] = field(default_factory=dict)
-    """Device -> bytes of weights, constants and scratch that are alive at once while loading."""
+    """Device -> bytes of weights, constants and load buffers that are alive at once while loading."""
+    timeline: tuple[Moment, ...] = ()
+    """Predicted memory over the bytes that have been read."""
+    loading: Mapping[str, Any] = field(default_factory=dict)
+    """How the weights are read: source, workers, reads, buffers, budgets."""
     format: int = FORMAT
 
     @property
@@ -188,6 +193,7 @@ class Plan:
             if data.get("format") != FORMAT:
                 raise ConfigError(f"plan format {data.get('format')!r} is not {FORMAT}")
             data["weights"] = tuple(_weight_from(row) for row in data["weights"])
+            data["timeline"] = tuple(Moment(**row) for row in data["timeline"])
             for name in ("order", "unmatched", "extra", "notes"):
                 data[name] = tuple(data[name])
             return Plan(**data)

@@ -13,12 +13,15 @@ from fxquant.materialize.execute import Loaded
 from fxquant.plan import MIB, Plan
 from fxquant.runtime.quantized_weight import QuantizedWeight
 from fxquant.runtime.state import RunState
+from fxquant.timeline import Moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """The result of ``fxquant.report(model)``. Bytes are of live tensors, by device type.
 
+    ``timeline`` is the memory while loading, and ``measured_anonymous`` the peak of the process's
+    anonymous resident memory over what it was before (None where the system does not tell).
     ``graphs``: compiled graphs by frame; ``recompiles``: those beyond the first of a frame;
     ``rewritten``: linear ops rewritten in them; ``eager_linears``: quantized calls outside of
     compiled graphs; ``fallbacks``: uses of quantized weights that computed with float values, by
@@ -27,6 +30,8 @@ class Report:
 
     plan: Plan
     measured_peak: Mapping[str, int]
+    measured_anonymous: int | None
+    timeline: tuple[Moment, ...]
     load_seconds: float
     read_bytes: int
     graphs: Mapping[str, int]
@@ -79,6 +84,8 @@ def report(model: nn.Module) -> Report:
     return Report(
         plan=model.__dict__["fxquant_plan"],
         measured_peak=loaded.peak,
+        measured_anonymous=max((m.anonymous for m in loaded.timeline if m.anonymous is not None), default=None),
+        timeline=loaded.timeline,
         load_seconds=loaded.seconds,
         read_bytes=loaded.read_bytes,
         graphs=dict(state.graphs),

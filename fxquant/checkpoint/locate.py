@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from fxquant.checkpoint.files import OS_FILES, Files, open_regular, read_range
 from fxquant.checkpoint.header import MAX_HEADER_BYTES, load_json, refuse_lfs_pointer, short
 from fxquant.errors import CheckpointFileError
 
@@ -30,16 +30,16 @@ class Layout:
     assigned: Mapping[str, str] | None
 
 
-def locate(path: Path) -> Layout:
+def locate(path: Path, files: Files = OS_FILES) -> Layout:
     """Find the safetensors files of a folder, of an index file, or a single file."""
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:
         raise CheckpointFileError(_absent(path, error)) from error
     if stat.S_ISDIR(mode):
-        return _locate_folder(path)
+        return _locate_folder(path, files)
     if path.suffix == ".json":
-        return _from_index(path)
+        return _from_index(path, files)
     refuse_pickle(str(path))
     if path.suffix != ".safetensors":
         raise CheckpointFileError(
@@ -58,31 +58,19 @@ def refuse_pickle(path: str) -> None:
         )
 
 
-def open_regular(path: Path) -> int:
-    """Open a regular file for reading; anything else (a named pipe, a folder) is refused."""
-    try:
-        # Without O_NONBLOCK, opening a named pipe would wait for ever.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise CheckpointFileError(f"{path} cannot be opened: {error.strerror}") from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise CheckpointFileError(f"{path} is not a regular file")
-    return descriptor
-
-
-def read_small(path: Path) -> bytes:
+def read_small(path: Path, files: Files = OS_FILES) -> bytes:
     """A whole JSON file beside the weights, of bounded size."""
-    with os.fdopen(open_regular(path), "rb") as handle:
-        size = os.fstat(handle.fileno()).st_size
-        if size > MAX_HEADER_BYTES:
+    descriptor, found = open_regular(files, path)
+    try:
+        if found.st_size > MAX_HEADER_BYTES:
             raise CheckpointFileError(
-                f"{path} has {size} bytes; at most {MAX_HEADER_BYTES} bytes of JSON are read"
+                f"{path} has {found.st_size} bytes; at most {MAX_HEADER_BYTES} bytes of JSON are read"
             )
-        try:
-            raw = handle.read(size)
-        except OSError as error:
-            raise CheckpointFileError(f"{path} cannot be read: {error.strerror}") from error
+        raw = read_range(files, descriptor, 0, found.st_size)
+    except OSError as error:
+        raise CheckpointFileError(f"{path} cannot be read: {error.strerror}") from error
+    finally:
+        files.close(descriptor)
     refuse_lfs_pointer(raw, path)
     return raw
 
@@ -103,7 +91,7 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _locate_folder(folder: Path) -> Layout:
+def _locate_folder(folder: Path, files: Files) -> Layout:
     try:
         names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
     except OSError as error:
@@ -114,7 +102,7 @@ def _locate_folder(folder: Path) -> Layout:
             f"{folder} holds two indexes, {' and '.join(indexes)}; pass the path of the one to use"
         )
     if indexes:
-        return _from_index(folder / indexes[0])
+        return _from_index(folder / indexes[0], files)
     files = [name for name in names if name.endswith(".safetensors")]
     preferred = [name for name in SINGLE_NAMES if name in files]
     if preferred:
@@ -139,8 +127,8 @@ def _nothing_found(folder: Path, names: Sequence[str]) -> str:
     return text
 
 
-def _from_index(path: Path) -> Layout:
-    table = load_json(read_small(path), str(path), unique=True)
+def _from_index(path: Path, files: Files) -> Layout:
+    table = load_json(read_small(path, files), str(path), unique=True)
     mapping = table.get("weight_map") if isinstance(table, dict) else None
     if not isinstance(mapping, dict):
         raise CheckpointFileError(f"{path} is not an index of shards: it has no object 'weight_map'")

@@ -6,19 +6,19 @@ import ctypes
 import os
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
 from fxquant.checkpoint.base import Checkpoint, TensorInfo, check_rows, digest
+from fxquant.checkpoint.files import OS_FILES, Files, fill, open_regular, read_range
 from fxquant.checkpoint.header import Header, load_json, read_header, short
-from fxquant.checkpoint.locate import Layout, locate, open_regular, read_small
+from fxquant.checkpoint.locate import Layout, locate, read_small
 from fxquant.errors import CheckpointFileError
-
-PIECE_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,19 +30,28 @@ class _FileState:
     inode: int
 
 
+class Piece(NamedTuple):
+    """Bytes of a stored tensor, from ``start``, and where they are to go."""
+
+    key: str
+    start: int
+    target: memoryview
+
+
 class FileCheckpoint(Checkpoint):
     """A folder of safetensors files, one such file, or an index of shards.
 
     Opening reads the headers only. Each file is opened again at its first read, after checking
-    that it still is the same file.
+    that it still is the same file. ``files`` makes the file calls.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, files: Files = OS_FILES) -> None:
         text = os.fsdecode(path)
         if not text:
             raise CheckpointFileError("the path of the checkpoint is empty")
         self._path = Path(text)
-        self._layout = locate(self._path)
+        self._files = files
+        self._layout = locate(self._path, files)
         self._states: dict[str, _FileState] = {}
         headers = {file: self._header(file) for file in self._layout.files}
         self._infos = _collect(self._layout, headers)
@@ -52,7 +61,7 @@ class FileCheckpoint(Checkpoint):
         self._config: Mapping[str, object] | None = None
         self._lock = threading.Lock()
         self._open: dict[str, int] = {}
-        self._finalizer = weakref.finalize(self, _close_all, self._open)
+        self._finalizer = weakref.finalize(self, _close_all, files, self._open)
 
     @property
     def location(self) -> str:
@@ -73,7 +82,7 @@ class FileCheckpoint(Checkpoint):
     def config(self) -> Mapping[str, object]:
         """``config.json`` of the folder, parsed at first use."""
         if self._config is None:
-            self._config = MappingProxyType(_load_config(self._layout.folder))
+            self._config = MappingProxyType(_load_config(self._layout.folder, self._files))
         return self._config
 
     @property
@@ -94,25 +103,78 @@ class FileCheckpoint(Checkpoint):
         shape = (stop - start, *info.shape[1:])
         return self._read_range(info, shape, start * row_bytes, (stop - start) * row_bytes)
 
+    def fill(self, pieces: Sequence[Piece]) -> int:
+        """Read pieces to where they are to go; those that follow each other in a file in one read.
+
+        Returns the number of reads. CheckpointFileError names the file and the tensor.
+        """
+        runs: list[list[Piece]] = []
+        end: tuple[str | None, int] | None = None
+        for piece in pieces:
+            info = self.info(piece.key)
+            assert info.offset is not None
+            begin = info.offset + piece.start
+            if (info.file, begin) == end:
+                runs[-1].append(piece)
+            else:
+                runs.append([piece])
+            end = (info.file, begin + piece.target.nbytes)
+        for run in runs:
+            self._fill_run(run)
+        return len(runs)
+
+    def _fill_run(self, run: Sequence[Piece]) -> None:
+        first = self.info(run[0].key)
+        assert first.file is not None
+        assert first.offset is not None
+        begin = first.offset + run[0].start
+        wanted = sum(piece.target.nbytes for piece in run)
+        reason, cause, done = "the file ends there", None, 0
+        try:
+            done = fill(self._files, self._descriptor(first.file), [p.target for p in run], begin)
+        except OSError as error:
+            cause, reason = error, str(error.strerror)
+        if done != wanted:
+            path = self._path_of(first.file)
+            raise CheckpointFileError(
+                f"{path}: tensor {short(first.key)}: the read at offset {begin} failed: wanted {wanted} "
+                f"bytes, got {done}: {reason}"
+            ) from cause
+        for piece in run:
+            self._check_piece(self.info(piece.key), piece)
+
+    def _check_piece(self, info: TensorInfo, piece: Piece) -> None:
+        """Refuse bytes that cannot be values of the tensor's dtype."""
+        if info.dtype is not torch.bool or not piece.target.nbytes:
+            return
+        if bool((torch.frombuffer(piece.target, dtype=torch.uint8) > 1).any()):
+            raise CheckpointFileError(
+                f"{self._path_of(str(info.file))}: tensor {short(info.key)} is BOOL but holds bytes "
+                "other than 0 and 1"
+            )
+
     def close(self) -> None:
         """Close the files; a later read opens them again."""
         with self._lock:
-            _close_all(self._open)
+            _close_all(self._files, self._open)
 
     def _path_of(self, file: str) -> Path:
         return self._layout.folder / file
 
     def _header(self, file: str) -> Header:
         path = self._path_of(file)
-        descriptor, state = _open_file(path)
+        descriptor, state = self._open_file(path)
         try:
             header = read_header(
-                lambda offset, count: _pread(descriptor, offset, count), state.size, file=file, path=path
+                lambda offset, count: read_range(self._files, descriptor, offset, count),
+                state.size,
+                file=file,
+                path=path,
             )
         except OSError as error:
             raise CheckpointFileError(f"{path}: the header cannot be read: {error.strerror}") from error
         finally:
-            os.close(descriptor)
+            self._files.close(descriptor)
         self._states[file] = state
         return header
 
@@ -122,9 +184,9 @@ class FileCheckpoint(Checkpoint):
             if found is not None:
                 return found
             path = self._path_of(file)
-            descriptor, state = _open_file(path)
+            descriptor, state = self._open_file(path)
             if state != self._states[file]:
-                os.close(descriptor)
+                self._files.close(descriptor)
                 raise CheckpointFileError(
                     f"{path} changed after its header was read: it was {self._states[file]}, "
                     f"it is {state}; open the checkpoint again"
@@ -132,16 +194,21 @@ class FileCheckpoint(Checkpoint):
             self._open[file] = descriptor
             return descriptor
 
+    def _open_file(self, path: Path) -> tuple[int, _FileState]:
+        descriptor, found = open_regular(self._files, path)
+        return descriptor, _FileState(size=found.st_size, mtime_ns=found.st_mtime_ns, inode=found.st_ino)
+
     def _read_range(self, info: TensorInfo, shape: tuple[int, ...], skip: int, nbytes: int) -> torch.Tensor:
-        assert info.file is not None
-        assert info.offset is not None
         tensor = torch.empty(shape, dtype=info.dtype, device="cpu")
         if nbytes:
-            where = f"{self._path_of(info.file)}: tensor {short(info.key)}"
-            _fill(self._descriptor(info.file), tensor, nbytes, info.offset + skip, where)
-            if info.dtype is torch.bool and bool((tensor.view(torch.uint8) > 1).any()):
-                raise CheckpointFileError(f"{where} is BOOL but holds bytes other than 0 and 1")
+            self.fill([Piece(info.key, skip, bytes_of(tensor))])
         return tensor
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, which must outlive the view."""
+    nbytes = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _collect(layout: Layout, headers: Mapping[str, Header]) -> dict[str, TensorInfo]:
@@ -165,53 +232,16 @@ def _collect(layout: Layout, headers: Mapping[str, Header]) -> dict[str, TensorI
     return infos
 
 
-def _load_config(folder: Path) -> Mapping[str, object]:
+def _load_config(folder: Path, files: Files) -> Mapping[str, object]:
     path = folder / "config.json"
     if not path.exists():
         return {}
-    found = load_json(read_small(path), str(path), unique=False)
+    found = load_json(read_small(path, files), str(path), unique=False)
     if not isinstance(found, dict):
         raise CheckpointFileError(f"{path} is a {type(found).__name__}, expected a JSON object")
     return found
 
 
-def _open_file(path: Path) -> tuple[int, _FileState]:
-    descriptor = open_regular(path)
-    found = os.fstat(descriptor)
-    return descriptor, _FileState(size=found.st_size, mtime_ns=found.st_mtime_ns, inode=found.st_ino)
-
-
-def _pread(descriptor: int, offset: int, count: int) -> bytes:
-    pieces: list[bytes] = []
-    while count:
-        piece = os.pread(descriptor, min(count, PIECE_BYTES), offset)
-        if not piece:
-            break
-        pieces.append(piece)
-        offset, count = offset + len(piece), count - len(piece)
-    return b"".join(pieces)
-
-
-def _fill(descriptor: int, tensor: torch.Tensor, nbytes: int, offset: int, where: str) -> None:
-    """Read ``nbytes`` at ``offset`` straight into the memory of ``tensor``."""
-    target = memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
-    done = 0
-    reason = "the file ends there"
-    cause: OSError | None = None
-    try:
-        while done < nbytes:
-            got = os.preadv(descriptor, [target[done : done + PIECE_BYTES]], offset + done)
-            if got <= 0:
-                break
-            done += got
-    except OSError as error:
-        cause, reason = error, str(error.strerror)
-    if done != nbytes:
-        raise CheckpointFileError(
-            f"{where}: the read at offset {offset} failed: wanted {nbytes} bytes, got {done}: {reason}"
-        ) from cause
-
-
-def _close_all(descriptors: dict[str, int]) -> None:
+def _close_all(files: Files, descriptors: dict[str, int]) -> None:
     while descriptors:
-        os.close(descriptors.popitem()[1])
+        files.close(descriptors.popitem()[1])

@@ -20,6 +20,7 @@ from fxquant.materialize.recipes import LoadGraph, Recipe
 from fxquant.materialize.schedule import Unit
 from fxquant.materialize.stream import stream_units
 from fxquant.numerics import same_values
+from fxquant.timeline import Moment
 
 Constants = dict[str, tuple[Tensor, ...]]
 """FQN -> the constants of its weight, in the order of the recipe."""
@@ -33,6 +34,7 @@ class Loaded:
     peak: Mapping[str, int]
     seconds: float
     read_bytes: int
+    timeline: tuple[Moment, ...] = ()
 
 
 def materialize(

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
 from fxquant.checkpoint import FileCheckpoint, open_checkpoint
+from fxquant.checkpoint.files import PIECE_BYTES
 from fxquant.checkpoint.header import DTYPES
-from fxquant.checkpoint.safetensors import PIECE_BYTES
 from fxquant.errors import CheckpointFileError, ConfigError, MissingWeightError
 from tests.checkpoint.conftest import WriteSharded
 from tests.checkpoint.headers import entry, pack
