@@ -61,3 +61,15 @@ class GraphCheckError(FxquantError):
 
 class NotMaterializedError(FxquantError):
     """A lowered program was called before its constants were loaded."""
+
+
+class BudgetError(FxquantError):
+    """A memory budget that loading cannot keep.
+
+    ``smallest``: the least bytes that would do on ``device``.
+    """
+
+    def __init__(self, text: str, *, smallest: int, device: str) -> None:
+        super().__init__(text)
+        self.smallest = smallest
+        self.device = device

@@ -5,6 +5,8 @@ Shape suffixes: M tokens (any leading dimensions), N output features, K input fe
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from fxquant.scheme import FULL, QuantSpec
@@ -21,9 +23,9 @@ INT32_K = (2**31 - 1) // 127**2
 _TINY = torch.finfo(torch.float32).tiny
 
 
-def _scale_of(absmax: torch.Tensor, top: int) -> torch.Tensor:
+def scale_of(absmax: torch.Tensor, top: int) -> torch.Tensor:
     """Float32 scale, never zero: a zero row has the smallest normal scale and zero codes."""
-    return (absmax / top).clamp_min_(_TINY)
+    return absmax.div_(top).clamp_min_(_TINY)
 
 
 def _codes_of(x: torch.Tensor, scale: torch.Tensor, top: int) -> torch.Tensor:
@@ -37,24 +39,105 @@ def check_per_row(spec: QuantSpec) -> None:
         raise NotImplementedError(f"no reference numerics for {spec}")
 
 
-def quantize_weight(w_NK: torch.Tensor, spec: QuantSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes int8 ``[N, K]`` and scale float32 ``[N, 1]`` of a float weight, in row tiles.
+def check_weight_spec(spec: QuantSpec) -> None:
+    """Refuse a spec of a weight that there are no numerics for yet."""
+    if spec.bits != 8:
+        raise NotImplementedError(f"no reference numerics for {spec}")
 
-    ``codes = round(w / scale)`` with ``scale = absmax(row) / 127``, all in float32.
+
+def block_of(shape: tuple[int, ...], spec: QuantSpec) -> tuple[int, int]:
+    """Rows and columns of a block of ``spec`` in a weight ``[N, K]``; sides must divide the shape."""
+    rows, columns = (
+        (size or 1) if side == FULL else side for size, side in zip(shape, spec.block, strict=True)
+    )
+    if shape[0] % rows or shape[1] % columns:
+        raise ValueError(f"blocks of {rows} x {columns} do not divide the shape {list(shape)}")
+    return rows, columns
+
+
+def scale_shape(shape: tuple[int, ...], spec: QuantSpec) -> tuple[int, int]:
+    """Shape of the scale of a weight ``[N, K]``; an empty weight still has one scale per row."""
+    rows, columns = block_of(shape, spec)
+    return shape[0] // rows, max(1, shape[1] // columns)
+
+
+def quantize_weight(w_NK: torch.Tensor, spec: QuantSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes int8 ``[N, K]`` and scale float32 of a float weight, a scale for each block of ``spec``.
+
+    ``codes = round(w / scale)`` with ``scale = absmax(block) / 127``, all in float32. Per channel the
+    scale is ``[N, 1]``, for blocks of ``(r, k)`` it is ``[N / r, K / k]``. Works in tiles of rows.
     """
-    check_per_row(spec)
-    n, k = w_NK.shape
-    codes = torch.empty((n, k), dtype=torch.int8, device=w_NK.device)
-    scale = torch.empty((n, 1), dtype=torch.float32, device=w_NK.device)
-    if k == 0:
-        return codes, scale.fill_(_TINY)
-    rows = max(1, TILE_BYTES // (4 * k))
-    for start in range(0, n, rows):
-        tile = w_NK[start : start + rows].to(torch.float32)
-        tile_scale = _scale_of(tile.abs().amax(-1, keepdim=True), spec.top)
-        scale[start : start + rows] = tile_scale
-        codes[start : start + rows] = _codes_of(tile, tile_scale, spec.top)
+    check_weight_spec(spec)
+    shape = tuple(w_NK.shape)
+    codes = torch.empty(shape, dtype=torch.int8, device=w_NK.device)
+    scale = torch.empty(scale_shape(shape, spec), dtype=torch.float32, device=w_NK.device)
+    quantize_into(w_NK, spec, codes, scale, scratch_for(w_NK, spec))
     return codes, scale
+
+
+def chunk_rows(shape: tuple[int, ...], spec: QuantSpec) -> int:
+    """Rows of a weight that are worked on at a time: whole blocks of at most ``TILE_BYTES`` in float32."""
+    rows, _ = block_of(shape, spec)
+    return max(rows, TILE_BYTES // (4 * max(shape[1], 1)) // rows * rows)
+
+
+def scratch_for(w_NK: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
+    """Flat float32 memory for ``quantize_into``."""
+    rows = min(chunk_rows(tuple(w_NK.shape), spec), w_NK.shape[0])
+    return torch.empty(rows * w_NK.shape[1], dtype=torch.float32, device=w_NK.device)
+
+
+def quantize_into(
+    w_NK: torch.Tensor, spec: QuantSpec, codes: torch.Tensor, scale: torch.Tensor, scratch: torch.Tensor
+) -> None:
+    """``quantize_weight`` into ``codes`` and ``scale``, through ``scratch`` (see ``scratch_for``)."""
+    n, k = w_NK.shape
+    if n == 0 or k == 0:
+        scale.fill_(_TINY)
+        return
+    rows, columns = block_of((n, k), spec)
+    step = chunk_rows((n, k), spec)
+    for start in range(0, n, step):
+        count = min(step, n - start)
+        chunk = scratch[: count * k].view(count, k)
+        chunk.copy_(w_NK[start : start + count])
+        blocks = (
+            chunk.view(-1, k) if columns == k and rows == 1 else chunk.view(-1, rows, k // columns, columns)
+        )
+        dims = (1,) if blocks.dim() == 2 else (1, 3)
+        # amax and amin along a dim are vectorized; aminmax, norm and abs().amax are many times slower.
+        absmax = torch.maximum(blocks.amax(dims, keepdim=True), blocks.amin(dims, keepdim=True).neg_())
+        part = scale_of(absmax, spec.top)
+        scale[start // rows : (start + count) // rows].copy_(part.view(-1, scale.shape[1]))
+        _write_codes(blocks, part, codes[start : start + count], spec.top)
+
+
+def _write_codes(blocks: torch.Tensor, scale: torch.Tensor, codes: torch.Tensor, top: int) -> None:
+    """Codes of float32 ``blocks``, which are overwritten."""
+    blocks.div_(scale).round_()
+    # A finite scale bounds the quotients by ``top``; others come from values that are not finite.
+    if not math.isfinite(scale.sum().item()):
+        blocks.clamp_(-top, top).nan_to_num_(0.0)
+    codes.copy_(blocks.view(codes.shape))
+
+
+def absmax_into(w_NK: torch.Tensor, spec: QuantSpec, absmax: torch.Tensor) -> None:
+    """Raise ``absmax`` to the largest magnitudes of each block of ``spec`` in a part of a weight."""
+    rows, columns = block_of(tuple(w_NK.shape), spec)
+    n, k = w_NK.shape
+    blocks = w_NK.to(torch.float32).reshape(n // rows, rows, k // columns, columns)
+    part = torch.maximum(blocks.amax((1, 3)), blocks.amin((1, 3)).neg_())
+    torch.maximum(absmax, part, out=absmax)
+
+
+def quantize_with_scale(
+    w_NK: torch.Tensor, scale: torch.Tensor, spec: QuantSpec, codes: torch.Tensor
+) -> None:
+    """Codes of a part of a weight whose scales are known."""
+    rows, columns = block_of(tuple(w_NK.shape), spec)
+    n, k = w_NK.shape
+    blocks = w_NK.to(torch.float32, copy=True).reshape(n // rows, rows, k // columns, columns)
+    _write_codes(blocks, scale.view(scale.shape[0], 1, scale.shape[1], 1), codes, spec.top)
 
 
 def dequantize_weight(codes_NK: torch.Tensor, scale_N1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -72,7 +155,7 @@ def quantize_act(x_MK: torch.Tensor, spec: QuantSpec) -> tuple[torch.Tensor, tor
     if x.shape[-1] == 0:
         scale = torch.full((*x.shape[:-1], 1), _TINY, dtype=torch.float32, device=x.device)
         return x.to(torch.int8), scale
-    scale = _scale_of(x.abs().amax(-1, keepdim=True), spec.top)
+    scale = scale_of(x.abs().amax(-1, keepdim=True), spec.top)
     return _codes_of(x, scale, spec.top).contiguous(), scale.contiguous()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypedDict
 
@@ -11,6 +12,8 @@ from fxquant import passes
 from fxquant.checkpoint import Checkpoint
 from fxquant.config import QuantConfig, make_config
 from fxquant.errors import ConfigError
+from fxquant.materialize.budget import READ_BYTES, Budgets
+from fxquant.materialize.schedule import usable_workers
 from fxquant.planner import Request
 from fxquant.target import Target
 from fxquant.targets import choose_target
@@ -32,6 +35,11 @@ class Options(TypedDict, total=False):
     - ``progress``: True, False, None (a bar on a terminal) or a callable that takes a ``Progress``.
     - ``strict``: raise instead of leaving a layer float or ignoring extra tensors.
     - ``disable_passes``: names of passes to leave out, for bisecting.
+    - ``host_budget``, ``device_budget``: the most that loading may hold in main memory and on the
+      device: bytes, or text such as ``"2GiB"``. ``BudgetError`` tells the smallest that can be kept.
+    - ``load_workers``: threads that load; default: torch's threads, at most 8.
+    - ``read_bytes``: size of one read (default ``"2MiB"``); larger is better on network disks.
+    - ``reader``: ``"pread"`` (default: positioned reads) or ``"mmap"``.
     """
 
     backend: str
@@ -47,13 +55,16 @@ class Options(TypedDict, total=False):
     progress: bool | Callable[..., None] | None
     strict: bool
     disable_passes: Iterable[str]
+    host_budget: int | str | None
+    device_budget: int | str | None
+    load_workers: int | None
+    read_bytes: int | str | None
+    reader: str
 
 
 RESERVED = (
     "wide",
     "placement",
-    "host_budget",
-    "device_budget",
     "weights",
     "cache_dir",
     "max_error",
@@ -99,7 +110,46 @@ def make_request(
         strict=options.get("strict", False),
         disable_passes=disabled,
         whole=whole,
+        budgets=Budgets(
+            host=parse_bytes("host_budget", options.get("host_budget")),
+            device=parse_bytes("device_budget", options.get("device_budget")),
+        ),
+        workers=_workers(options.get("load_workers")),
+        read_bytes=_read_bytes(options.get("read_bytes")),
     )
+
+
+_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)\s*", re.IGNORECASE)
+
+
+def parse_bytes(name: str, value: int | str | None) -> int | None:
+    """A number of bytes from an int or a text such as ``"1.5GiB"``; ConfigError names the option."""
+    if value is None:
+        return None
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if match is None or match[2].upper() not in _UNITS:
+        raise ConfigError(f"{name}={value!r} is not a size: give bytes, or a text such as '2GiB' or '500MB'")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _workers(value: object) -> int:
+    if value is None:
+        return usable_workers()
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 256:
+        raise ConfigError(f"load_workers={value!r}: expected a number of threads, 1 to 256")
+    return value
+
+
+def _read_bytes(value: int | str | None) -> int:
+    size = READ_BYTES if value is None else parse_bytes("read_bytes", value)
+    assert size is not None
+    if not 4096 <= size <= 2**30:
+        raise ConfigError(f"read_bytes={value!r}: expected 4 KiB to 1 GiB")
+    return size
 
 
 def _scheme(scheme: str | None, config: object, checkpoint: Checkpoint | None) -> str:

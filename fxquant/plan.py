@@ -36,8 +36,8 @@ class WeightPlan:
 
     ``form`` is ``float`` or the text of a ``Form``; ``reason`` says why. ``stored`` are the tensors
     it is made of, by ``rule``; ``same`` are keys of tied names whose values must be equal.
-    ``resident_bytes`` stay after loading; ``transient_bytes`` are needed on top of them while the
-    weight is made.
+    ``resident_bytes`` stay after loading; ``transient_bytes`` are needed on top of them by each
+    worker that makes the weight, in so many ``tiles``; ``whole`` says why it is not tiled.
     """
 
     fqn: str
@@ -55,6 +55,8 @@ class WeightPlan:
     float_bytes: int = 0
     resident_bytes: int = 0
     transient_bytes: int = 0
+    tiles: int = 1
+    whole: str = ""
 
     @property
     def quantized(self) -> bool:
@@ -140,7 +142,8 @@ class Plan:
             lines.append(f"  name rule: {weight.rule}")
         lines.append(
             f"  bytes: {weight.float_bytes} as float, {weight.resident_bytes} after loading, "
-            f"{weight.transient_bytes} more while loading"
+            f"{weight.transient_bytes} more while loading, in {weight.tiles} tiles"
+            + (f" (not tiled: {weight.whole})" if weight.whole else "")
         )
         return "\n".join(lines)
 

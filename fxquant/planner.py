@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -22,10 +22,11 @@ from fxquant.checkpoint import (
 )
 from fxquant.config import QuantConfig
 from fxquant.errors import ExtraWeightError, RefusedError, WeightMismatchError
+from fxquant.materialize.budget import READ_BYTES, Budgets, choose_schedule
 from fxquant.materialize.execute import Loaded, materialize
 from fxquant.materialize.progress import Report
-from fxquant.materialize.recipes import LoadGraph, Reads, result_vals, transient_bytes
-from fxquant.materialize.schedule import Unit, make_units, predict_peak, resident_bytes
+from fxquant.materialize.recipes import LoadGraph, Reads, result_vals
+from fxquant.materialize.schedule import Schedule, Scheduler, Settings
 from fxquant.parameters import WeightGroup, owner_of, repair_buffers, weight_groups
 from fxquant.passes.choose_form import Decision, Use, choose_form, describe
 from fxquant.passes.weight_uses import weight_uses
@@ -50,6 +51,9 @@ class Request:
     strict: bool = False
     disable_passes: tuple[str, ...] = ()
     whole: bool = False
+    budgets: Budgets = field(default_factory=Budgets)
+    workers: int = 1
+    read_bytes: int = READ_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +61,11 @@ class Planned:
     """A plan with what is needed to carry it out."""
 
     plan: Plan
+    request: Request
     groups: tuple[WeightGroup, ...]
     forms: Mapping[str, Form]
     graph: LoadGraph
-    units: tuple[Unit, ...]
+    schedule: Schedule
     capture: ModelCapture
     names: Mapping[str, str]
     """Every name under which a stream may bring a key -> the key."""
@@ -69,7 +74,14 @@ class Planned:
         """Make the constants; buffers that a stream does not bring keep the values they have."""
         buffers = {group.fqn: group for group in self.groups if group.is_buffer}
         loaded = materialize(
-            self.graph, self.units, checkpoint, names=self.names, optional=buffers, report=report
+            self.graph,
+            self.schedule,
+            checkpoint,
+            names=self.names,
+            optional=buffers,
+            budget=self.request.budgets.by_device(self.request.device.type).get("cpu"),
+            device=self.request.device,
+            report=report,
         )
         for fqn in buffers.keys() - loaded.constants.keys():
             loaded.constants[fqn] = (buffers[fqn].tensor,)
@@ -97,9 +109,9 @@ def make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request)
         reads = _reads(group, keymap.entries[group.fqn], checkpoint)
         graph.add(group.fqn, reads, dtype=group.tensor.dtype, form=forms.get(group.fqn))
         _check_shape(graph, group, forms.get(group.fqn), reads, checkpoint)
-    units = make_units(graph, checkpoint.infos if checkpoint else {})
-    in_memory = isinstance(checkpoint, DictCheckpoint)
-    rows = _rows(loaded, keymap, checkpoint, decisions, uses, graph)
+    scheduler = Scheduler(graph, checkpoint.infos if checkpoint else {})
+    schedule = _schedule(scheduler, checkpoint, request)
+    rows = _rows(loaded, keymap, checkpoint, decisions, uses, scheduler, schedule)
     plan = Plan(
         backend=request.backend,
         target=request.target.name,
@@ -108,18 +120,54 @@ def make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request)
         checkpoint=_identity(checkpoint),
         capture=capture.how,
         weights=rows,
-        order=tuple(recipe.fqn for unit in units for recipe in unit.recipes),
+        order=tuple(dict.fromkeys(job.recipe.fqn for batch in schedule.batches for job in batch.jobs)),
         kernels={op: asdict(kernel) for op, kernel in request.target.kernels.items()} if forms else {},
         rewrites={"linear": sum(use.k_axis is not None for fqn in forms for use in uses[fqn])},
         unmatched=request.config.unmatched(name for group in groups for name in group.fqns),
         extra=keymap.extra,
         notes=(*keymap.notes, *_run_notes(model, capture)),
-        predicted_peak={request.device.type: predict_peak(graph, units, reads_owned=not in_memory)},
+        predicted_peak=schedule.peak,
+        timeline=schedule.timeline,
+        loading=_loading(schedule, checkpoint, request),
     )
     names = {name: keymap.entries[g.fqn].keys[0] for g in loaded for name in g.fqns}
     return Planned(
-        plan=plan, groups=loaded, forms=forms, graph=graph, units=units, capture=capture, names=names
+        plan=plan,
+        request=request,
+        groups=loaded,
+        forms=forms,
+        graph=graph,
+        schedule=schedule,
+        capture=capture,
+        names=names,
     )
+
+
+def _schedule(scheduler: Scheduler, checkpoint: Checkpoint | None, request: Request) -> Schedule:
+    streaming = checkpoint is not None and checkpoint.streaming
+    settings = Settings(
+        workers=1 if streaming else request.workers,
+        tile_bytes=request.read_bytes,
+        device=request.device.type,
+        in_memory=streaming or isinstance(checkpoint, DictCheckpoint),
+    )
+    # What a stream holds back depends on its order, so its budget is kept while it comes.
+    return choose_schedule(scheduler, settings, Budgets() if streaming else request.budgets)
+
+
+def _loading(schedule: Schedule, checkpoint: Checkpoint | None, request: Request) -> dict[str, Any]:
+    """How the weights will be read, for the plan."""
+    source = "none" if checkpoint is None else checkpoint.kind
+    return {
+        "source": source,
+        "workers": schedule.workers,
+        "reads": schedule.reads,
+        "read_bytes": schedule.tile_bytes,
+        "buffer_bytes": schedule.workers * (schedule.buffer_bytes + schedule.scratch_bytes),
+        "order": schedule.order,
+        "host_budget": request.budgets.host,
+        "device_budget": request.budgets.device,
+    }
 
 
 def _json_config(config: QuantConfig) -> dict[str, Any]:
@@ -282,14 +330,17 @@ def _rows(
     checkpoint: Checkpoint | None,
     decisions: Mapping[str, Decision],
     uses: Mapping[str, list[Use]],
-    graph: LoadGraph,
+    scheduler: Scheduler,
+    schedule: Schedule,
 ) -> tuple[WeightPlan, ...]:
+    graph = scheduler.graph
     recipes = {recipe.fqn: recipe for recipe in graph.recipes}
     rows = []
     for group in groups:
         entry, decision, recipe = keymap.entries[group.fqn], decisions[group.fqn], recipes[group.fqn]
         stored = [_stored(info) for info in _infos(entry, group, checkpoint)]
         count = len(entry.keys)
+        tiling = scheduler.tiling(recipe.template, schedule.tile_bytes)
         rows.append(
             WeightPlan(
                 fqn=group.fqn,
@@ -305,8 +356,10 @@ def _rows(
                 same=tuple(stored[count:]),
                 rule=entry.rule,
                 float_bytes=group.tensor.numel() * group.tensor.element_size(),
-                resident_bytes=resident_bytes(graph, recipe),
-                transient_bytes=transient_bytes(graph.templates[recipe.template]),
+                resident_bytes=scheduler.resident[recipe.template],
+                transient_bytes=tiling.peak_bytes,
+                tiles=len(tiling.tiles),
+                whole=tiling.reason,
             )
         )
     return tuple(rows)

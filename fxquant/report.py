@@ -84,7 +84,9 @@ def report(model: nn.Module) -> Report:
     return Report(
         plan=model.__dict__["fxquant_plan"],
         measured_peak=loaded.peak,
-        measured_anonymous=max((m.anonymous for m in loaded.timeline if m.anonymous is not None), default=None),
+        measured_anonymous=max(
+            (m.anonymous for m in loaded.timeline if m.anonymous is not None), default=None
+        ),
         timeline=loaded.timeline,
         load_seconds=loaded.seconds,
         read_bytes=loaded.read_bytes,

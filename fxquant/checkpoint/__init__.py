@@ -9,8 +9,8 @@ import torch
 
 from fxquant.checkpoint.base import Checkpoint, TensorInfo
 from fxquant.checkpoint.keymap import KeyEntry, KeyMap, require_complete, resolve_keys
-from fxquant.checkpoint.memory import DictCheckpoint, StreamCheckpoint
-from fxquant.checkpoint.safetensors import FileCheckpoint
+from fxquant.checkpoint.memory import DictCheckpoint, StreamCheckpoint, StreamItem
+from fxquant.checkpoint.safetensors import FileCheckpoint, Piece, bytes_of
 from fxquant.errors import ConfigError
 
 __all__ = [
@@ -19,8 +19,11 @@ __all__ = [
     "FileCheckpoint",
     "KeyEntry",
     "KeyMap",
+    "Piece",
     "StreamCheckpoint",
+    "StreamItem",
     "TensorInfo",
+    "bytes_of",
     "open_checkpoint",
     "require_complete",
     "resolve_keys",

@@ -45,6 +45,8 @@ class Checkpoint(ABC):
     """
 
     streaming: ClassVar[bool] = False
+    kind: ClassVar[str] = "tensors in memory"
+    """How tensors are read, for the plan."""
 
     @property
     @abstractmethod

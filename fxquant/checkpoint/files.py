@@ -5,7 +5,9 @@ Tests put a layer in their stead that fails on purpose.
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,6 +53,25 @@ class Files:
     def rename(self, source: Path, target: Path) -> None:
         """Move a file or folder within its file system, at once."""
         source.rename(target)
+
+    def make_folder(self, path: Path, *, mode: int = 0o777, parents: bool = False) -> None:
+        """Create a folder, which must not exist; with ``parents`` also those above it."""
+        path.mkdir(mode, parents=parents)
+
+    def remove_tree(self, path: Path) -> None:
+        """Remove a folder with all that is in it; links in it are removed, never followed."""
+        shutil.rmtree(path)
+
+    def sync_folder(self, path: Path) -> None:
+        """Wait until the names in a folder are on the disk."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a file system that cannot do this for folders
+                raise
+        finally:
+            os.close(descriptor)
 
 
 OS_FILES = Files()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -47,17 +47,26 @@ class DictCheckpoint(Checkpoint):
         return self.read(key)[start:stop]
 
 
+class StreamItem(NamedTuple):
+    """A tensor of a stream; ``offsets`` say where a part of it begins along each axis."""
+
+    name: str
+    tensor: torch.Tensor
+    offsets: tuple[int, ...] | None = None
+
+
 class StreamCheckpoint(Checkpoint):
-    """Pairs ``(name, tensor)`` that come in the order of their source, once.
+    """Pairs ``(name, tensor)`` or ``(name, tensor, offsets)`` that come in their source's order, once.
 
     ``infos`` is empty and ``identity`` is the same for every stream: nothing is known before it
     is read.
     """
 
     streaming: ClassVar[bool] = True
+    kind: ClassVar[str] = "a stream of tensors"
 
-    def __init__(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._pairs: Iterable[tuple[str, torch.Tensor]] | None = pairs
+    def __init__(self, pairs: Iterable[object]) -> None:
+        self._pairs: Iterable[object] | None = pairs
 
     @property
     def location(self) -> str:
@@ -69,8 +78,8 @@ class StreamCheckpoint(Checkpoint):
         """Empty: nothing is known before the stream is read."""
         return MappingProxyType({})
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The pairs, checked one by one; ConfigError at the second time."""
+    def __iter__(self) -> Iterator[StreamItem]:
+        """The items, checked one by one; ConfigError at the second time."""
         if self._pairs is None:
             raise ConfigError("this stream of tensors was already read; a stream can be read once")
         pairs, self._pairs = self._pairs, None
@@ -85,16 +94,22 @@ class StreamCheckpoint(Checkpoint):
         raise ConfigError(f"rows {start}:{stop} of {key!r} cannot be read from a stream; iterate over it")
 
 
-def _checked(pairs: Iterable[object]) -> Iterator[tuple[str, torch.Tensor]]:
-    for position, pair in enumerate(pairs):
-        match pair:
+def _checked(items: Iterable[object]) -> Iterator[StreamItem]:
+    for position, item in enumerate(items):
+        match item:
             case (str() as name, torch.Tensor() as tensor):
-                yield name, tensor
+                yield StreamItem(name, tensor)
+            case (str() as name, torch.Tensor() as tensor, [*offsets]) if all(map(_is_index, offsets)):
+                yield StreamItem(name, tensor, tuple(offsets))
             case _:
                 raise ConfigError(
-                    f"item {position} of the stream of weights is {_kind(pair)}, "
-                    "expected a pair (name, tensor)"
+                    f"item {position} of the stream of weights is {_kind(item)}, "
+                    "expected a pair (name, tensor), or (name, tensor, offsets) for a part of a tensor"
                 )
+
+
+def _is_index(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _info(key: object, value: object) -> TensorInfo:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -45,13 +45,15 @@ class FileCheckpoint(Checkpoint):
     that it still is the same file. ``files`` makes the file calls.
     """
 
+    kind: ClassVar[str] = "positioned reads"
+
     def __init__(self, path: str | os.PathLike[str], *, files: Files = OS_FILES) -> None:
         text = os.fsdecode(path)
         if not text:
             raise CheckpointFileError("the path of the checkpoint is empty")
         self._path = Path(text)
         self._files = files
-        self._layout = locate(self._path, files)
+        self._layout = self._locate()
         self._states: dict[str, _FileState] = {}
         headers = {file: self._header(file) for file in self._layout.files}
         self._infos = _collect(self._layout, headers)
@@ -157,6 +159,10 @@ class FileCheckpoint(Checkpoint):
         """Close the files; a later read opens them again."""
         with self._lock:
             _close_all(self._files, self._open)
+
+    def _locate(self) -> Layout:
+        """The files that make up this checkpoint."""
+        return locate(self._path, self._files)
 
     def _path_of(self, file: str) -> Path:
         return self._layout.folder / file

@@ -1,29 +1,37 @@
-"""Runs the load graph: reads, computes and frees, unit by unit."""
+"""Runs a schedule: workers read, compute and write tile by tile; an error leaves nothing behind."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
+import traceback
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch.utils import _pytree as pytree
+from torch import Tensor
 
-from fxquant.checkpoint import Checkpoint, DictCheckpoint, StreamCheckpoint
-from fxquant.errors import FxquantError, TiedWeightError, WeightMismatchError
-from fxquant.materialize.meter import LiveBytes
+from fxquant.checkpoint import Checkpoint, FileCheckpoint, StreamCheckpoint
+from fxquant.errors import FxquantError
+from fxquant.materialize.meter import Account, LiveBytes, anonymous_bytes
 from fxquant.materialize.progress import Progress, Report
-from fxquant.materialize.recipes import LoadGraph, Recipe
-from fxquant.materialize.schedule import Unit
-from fxquant.materialize.stream import stream_units
-from fxquant.numerics import same_values
+from fxquant.materialize.recipes import LoadGraph
+from fxquant.materialize.schedule import LOOKAHEAD, Batch, Job, Schedule, thin
+from fxquant.materialize.sources import (
+    Buffer,
+    Worker,
+    check_source,
+    copy_direct,
+    read_batch,
+    view_job,
+)
+from fxquant.materialize.store import Constants, Store
+from fxquant.materialize.stream import Arrivals
 from fxquant.timeline import Moment
 
-Constants = dict[str, tuple[Tensor, ...]]
-"""FQN -> the constants of its weight, in the order of the recipe."""
+SAMPLE_SECONDS = 0.01
+"""The least time between two readings of the process's memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,121 +47,275 @@ class Loaded:
 
 def materialize(
     graph: LoadGraph,
-    units: tuple[Unit, ...],
+    schedule: Schedule,
     checkpoint: Checkpoint,
     *,
     names: Mapping[str, str] | None = None,
     optional: Collection[str] = (),
+    budget: int | None = None,
+    into: Mapping[str, Sequence[Tensor]] | None = None,
+    device: torch.device | None = None,
     report: Report | None = None,
 ) -> Loaded:
     """Make every constant. On an error nothing is kept, and the text names the weight and its keys.
 
-    ``names`` and ``optional`` are for streams: see ``stream_units``.
+    ``names``, ``optional`` and ``budget`` are for streams, see ``Arrivals``. ``into``: constants that
+    are written over, by FQN. ``device``: where new ones are made.
     """
-    constants: Constants = {}
-    started = time.perf_counter()
-    wanted = {key for unit in units for key in unit.keys}
-    total = sum(info.nbytes for key, info in checkpoint.infos.items() if key in wanted)
-    done = 0
-    with _one_thread(), LiveBytes() as meter, torch.no_grad():
-        if isinstance(checkpoint, StreamCheckpoint):
-            supplies = stream_units(graph, units, checkpoint, names or {}, optional)
-        else:
-            supplies = _read_units(units, checkpoint)
-        for unit, tensors in supplies:
-            done += sum(tensor.nbytes for tensor in tensors.values())
-            if not isinstance(checkpoint, DictCheckpoint):  # whose tensors are in memory anyway
-                pytree.tree_map_(meter.track, tensors)
-            for recipe in unit.recipes:
-                given = [tensors[key] for key in recipe.keys]
-                if recipe is unit.recipes[-1]:
-                    tensors.clear()
-                theirs = _storages(given) if isinstance(checkpoint, DictCheckpoint) else set()
-                made = _run(graph.templates[recipe.template], given, recipe)
-                made = tuple(part.clone() if _storages([part]) & theirs else part for part in made)
-                _check_repeated(recipe, constants.get(recipe.fqn), made)
-                constants[recipe.fqn] = made
-                pytree.tree_map_(meter.track, made)
-            if report is not None:
-                report(_step(unit, done, max(total, done), started, meter))
-    seconds = time.perf_counter() - started
-    return Loaded(constants=constants, peak=dict(meter.peak), seconds=seconds, read_bytes=done)
+    load = Load(graph, schedule, checkpoint, into or {}, device or torch.device("cpu"), report)
+    try:
+        with _torch_threads(), torch.no_grad():
+            if isinstance(checkpoint, StreamCheckpoint):
+                load.run_stream(Arrivals(graph, schedule, names or {}, optional, budget), checkpoint)
+            else:
+                check_source(graph, checkpoint)
+                load.run()
+    except BaseException as error:
+        load.store.clear()
+        _forget_locals(error)
+        raise
+    return load.result()
 
 
-def _read_units(units: tuple[Unit, ...], checkpoint: Checkpoint) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
-    for unit in units:
-        yield unit, {key: checkpoint.read(key) for key in unit.keys}
-
-
-def _storages(tensors: Sequence[Tensor]) -> set[int]:
-    """Identities of the tensors' memory; a constant must not share that of the caller's dict."""
-    return {tensor.untyped_storage()._cdata for tensor in tensors}
-
-
-def _check_repeated(recipe: Recipe, before: tuple[Tensor, ...] | None, made: tuple[Tensor, ...]) -> None:
-    """A stream may bring a tied weight under each of its names; the values must be the same."""
-    if before is not None and not all(same_values(a, b) for a, b in zip(before, made, strict=True)):
-        raise TiedWeightError(
-            f"{recipe.fqn}: the model ties its names together, the stream brings different values for them"
-        )
+def _forget_locals(error: BaseException) -> None:
+    """Let go of what finished frames hold, so that an error that is kept keeps no tensors."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Run torch ops on one thread.
+def _torch_threads() -> Iterator[None]:
+    """Run torch ops on one thread for each worker.
 
     Tiles are small, and idle OpenMP threads spin: SmolLM2 on two busy cores took 36 s with two
-    threads and 1.2 s with one.
+    threads for each op and 1.2 s with one.
     """
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(threads)
 
 
-def _step(unit: Unit, done: int, total: int, started: float, meter: LiveBytes) -> Progress:
-    return Progress(
-        tensor=unit.recipes[-1].fqn,
-        done_bytes=done,
-        total_bytes=total,
-        seconds=time.perf_counter() - started,
-        memory_now=sum(meter.now.values()),
-        memory_peak=sum(meter.peak.values()),
-    )
+class Load:
+    """One load in progress."""
 
+    def __init__(
+        self,
+        graph: LoadGraph,
+        schedule: Schedule,
+        checkpoint: Checkpoint,
+        into: Mapping[str, Sequence[Tensor]],
+        device: torch.device,
+        report: Report | None,
+    ) -> None:
+        self.schedule = schedule
+        self.checkpoint = checkpoint
+        self.report = report
+        self.account = Account()
+        self.store = Store(graph, self.account, device, into)
+        self.error: BaseException | None = None
+        self.started = time.perf_counter()
+        self.base = anonymous_bytes()
+        self.moments: list[Moment] = []
+        self.sampled = 0.0
+        self.done_bytes = 0
+        self.total_bytes = sum(batch.read_bytes for batch in self.schedule.batches)
+        self.changed = threading.Condition(threading.Lock())
+        self.next = 0
+        self.finished = [False] * len(self.schedule.batches)
+        self.oldest = 0
+        self.left: dict[str, int] = {}
+        for batch in self.schedule.batches:
+            for job in batch.jobs:
+                key = _counter(job)
+                self.left[key] = self.left.get(key, 0) + 1
 
-def _run(gm: fx.GraphModule, reads: list[Tensor], recipe: Recipe) -> tuple[Tensor, ...]:
-    """Run a template node by node, freeing each value after its last use."""
-    last = {arg: node for node in gm.graph.nodes for arg in node.all_input_nodes}
-    values: dict[fx.Node, Any] = {}
-    reads.reverse()
-    for node in gm.graph.nodes:
-        if node.op == "placeholder":
-            values[node] = _checked(reads.pop(), node, recipe)
-        elif node.op == "output":
-            return tuple(fx.node.map_arg(node.args[0], values.__getitem__))
-        else:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-            try:
-                values[node] = node.target(*args, **kwargs)
-            except (RuntimeError, TypeError, ValueError, IndexError) as error:
-                keys = ", ".join(recipe.keys)
-                raise FxquantError(f"while making {recipe.fqn} from {keys}: {node.name}: {error}") from error
-            del args, kwargs
-            for arg in node.all_input_nodes:
-                if last[arg] is node:
-                    del values[arg]
-    raise AssertionError("a template has an output")
-
-
-def _checked(tensor: Tensor, node: fx.Node, recipe: Recipe) -> Tensor:
-    """The read tensor, if it is what the plan expects."""
-    expected = node.meta["val"]
-    if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
-        raise WeightMismatchError(
-            f"{recipe.fqn}: expected {expected.dtype} {list(expected.shape)}, "
-            f"got {tensor.dtype} {list(tensor.shape)} from {', '.join(recipe.keys)}"
+    def result(self) -> Loaded:
+        """What was made."""
+        self._sample(time.perf_counter() - self.started, force=True)
+        return Loaded(
+            constants=self.store.constants,
+            peak=dict(self.account.peak),
+            seconds=time.perf_counter() - self.started,
+            read_bytes=self.done_bytes,
+            timeline=thin(self.moments),
         )
-    return tensor
+
+    def run(self) -> None:
+        """Work through all batches; this thread is one of the workers."""
+        threads = [
+            threading.Thread(target=self._work, name=f"fxquant-load-{i}")
+            for i in range(1, self.schedule.workers)
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            self._work()
+        except BaseException as error:  # noqa: BLE001 - Ctrl-C between two batches; raised below
+            self._fail(error)
+        self._join([thread for thread in threads if thread.ident is not None])
+        if self.error is not None:
+            raise self.error
+
+    def _join(self, threads: Sequence[threading.Thread]) -> None:
+        """Wait for the workers, whatever interrupts."""
+        while any(thread.is_alive() for thread in threads):
+            with self._keeping_errors():
+                for thread in threads:
+                    thread.join()
+
+    @contextlib.contextmanager
+    def _keeping_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:  # noqa: BLE001 - kept, and raised by run
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self.changed:
+            self.error = self.error or error
+            self.changed.notify_all()
+
+    def _work(self) -> None:
+        """Take batches until there are none, or one has failed."""
+        torch.set_num_threads(1)
+        worker = Worker(schedule=self.schedule, account=self.account)
+        try:
+            with torch.no_grad():
+                worker.begin()
+                while (index := self._claim()) is not None:
+                    self._do(self.schedule.batches[index], worker)
+                    self._mark(index)
+        except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
+            self._fail(error)
+            _forget_locals(error)
+        finally:
+            worker.end()
+
+    def _claim(self) -> int | None:
+        """The next batch, once what must be done before it is; its constants are allocated in order."""
+        with self.changed:
+            index = self.next
+            if self.error is not None or index >= len(self.schedule.batches):
+                return None
+            self.next += 1
+            batch = self.schedule.batches[index]
+            for job in batch.jobs:
+                self.store.allocate(job.recipe)
+            while self.error is None and not self._may_begin(index, batch):
+                self.changed.wait()
+            return None if self.error is not None else index
+
+    def _may_begin(self, index: int, batch: Batch) -> bool:
+        if index - self.oldest > self.schedule.workers * LOOKAHEAD:
+            return False
+        return not any(job.tile.phase and self.left[_first_pass(job)] for job in batch.jobs)
+
+    def _do(self, batch: Batch, worker: Worker) -> None:
+        own = Buffer(batch.buffer_bytes, self.account) if batch.own else None
+        if isinstance(self.checkpoint, FileCheckpoint):
+            tensors = read_batch(batch, self.checkpoint, self.store, own or worker.buffer)
+            for job, reads in zip(batch.jobs, tensors, strict=True):
+                if job.tile.direct is None:
+                    self._compute(job, reads, worker.scratch)
+                reads.clear()
+            del tensors
+        else:
+            for job in batch.jobs:
+                self._from_memory(job, worker.scratch)
+        if own is not None:
+            own.close()
+
+    def _from_memory(self, job: Job, scratch: Tensor) -> None:
+        """Do a job whose tensors are in memory."""
+        tensors = {key: self.checkpoint.read(key) for key in job.recipe.keys}
+        if job.tile.direct is not None:
+            copy_direct(job, tensors[job.recipe.keys[job.tile.reads[0].index]], self.store)
+        else:
+            self._compute(job, view_job(job, tensors), scratch)
+
+    def _compute(self, job: Job, reads: list[Tensor], scratch: Tensor) -> None:
+        """Run a job's program into the constants."""
+        program = job.tile.program
+        parts, maxima = self.store.parts(job), self.store.maxima(job)
+        metered = LiveBytes(self.account) if job.tile.transient else contextlib.nullcontext()
+        try:
+            with metered:
+                program.run(reads, parts, scratch, maxima)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            keys = ", ".join(job.recipe.keys)
+            raise FxquantError(f"while making {job.recipe.fqn} from {keys}: {error}") from error
+
+    def _mark(self, index: int) -> None:
+        """Note that a batch is done, and tell."""
+        batch = self.schedule.batches[index]
+        with self.changed:
+            self.finished[index] = True
+            while self.oldest < len(self.finished) and self.finished[self.oldest]:
+                self.oldest += 1
+            for job in batch.jobs:
+                self.left[_counter(job)] -= 1
+                if not self.left[_counter(job)] and not self.left.get(job.recipe.fqn, 0):
+                    self.store.done(job.recipe)
+            self.done_bytes += batch.read_bytes
+            self.tell(batch.jobs[-1].recipe.fqn)
+            self.changed.notify_all()
+
+    def tell(self, fqn: str) -> None:
+        """Take a sample of the memory if one is due, and report progress."""
+        seconds = time.perf_counter() - self.started
+        self._sample(seconds)
+        if self.report is not None:
+            self.report(
+                Progress(
+                    tensor=fqn,
+                    done_bytes=self.done_bytes,
+                    total_bytes=max(self.total_bytes, self.done_bytes),
+                    seconds=seconds,
+                    memory_now=sum(self.account.now.values()),
+                    memory_peak=sum(self.account.peak.values()),
+                )
+            )
+
+    def _sample(self, seconds: float, *, force: bool = False) -> None:
+        if not force and seconds - self.sampled < SAMPLE_SECONDS:
+            return
+        self.sampled = seconds
+        now = anonymous_bytes()
+        anonymous = None if now is None or self.base is None else now - self.base
+        self.moments.append(
+            Moment(
+                read_bytes=self.done_bytes,
+                memory=self.account.recent(),
+                seconds=seconds,
+                anonymous=anonymous,
+            )
+        )
+
+    def run_stream(self, arrivals: Arrivals, checkpoint: StreamCheckpoint) -> None:
+        """Do each job as soon as what it reads has come."""
+        torch.set_num_threads(1)
+        scratch = torch.empty(self.schedule.scratch_bytes // 4, dtype=torch.float32)
+        self.account.add("cpu", scratch.nbytes)
+        for item in checkpoint:
+            arrivals.take(item, self.store, self.account)
+            for job, reads in arrivals.ready():
+                self._compute(job, reads, scratch)
+            arrivals.drop(self.account)
+            self.done_bytes = arrivals.done_bytes
+            self.tell(arrivals.last)
+        self.account.add("cpu", -scratch.nbytes)
+        arrivals.finish()
+        for fqn in arrivals.missing():
+            self.store.constants.pop(fqn, None)
+
+
+def _counter(job: Job) -> str:
+    return _first_pass(job) if not job.tile.phase and job.tile.program.scans else job.recipe.fqn
+
+
+def _first_pass(job: Job) -> str:
+    return f"{job.recipe.fqn} (first pass)"

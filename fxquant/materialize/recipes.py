@@ -17,7 +17,6 @@ from torch import Tensor, fx
 from fxquant import ops as _ops  # noqa: F401 - registers the dialect
 from fxquant.capture import make_fake_mode
 from fxquant.graph import dump, placeholders, value
-from fxquant.numerics import TILE_BYTES
 from fxquant.scheme import Form
 
 fxq = torch.ops.fxquant
@@ -137,47 +136,3 @@ def result_vals(gm: fx.GraphModule) -> tuple[Tensor, ...]:
     """The fake constants that a template gives."""
     output = gm.graph.output_node().args[0]
     return tuple(value(node) for node in output)  # type: ignore[union-attr, arg-type]
-
-
-def transient_bytes(gm: fx.GraphModule, *, reads_owned: bool = True) -> int:
-    """Bytes alive at once while the template runs, beyond its constants: by liveness of its nodes.
-
-    A view keeps alive what it looks at. ``reads_owned=False`` leaves out the reads, for a source whose
-    tensors are in memory anyway.
-    """
-    root: dict[fx.Node, fx.Node] = {}
-    last: dict[fx.Node, fx.Node] = {}
-    for node in gm.graph.nodes:
-        root[node] = root[node.all_input_nodes[0]] if _is_view(node) else node
-        last.update(dict.fromkeys((root[arg] for arg in node.all_input_nodes), node))
-    kept = {root[node] for node in gm.graph.output_node().all_input_nodes}
-    live, peak = 0, 0
-    sizes: dict[fx.Node, int] = {}
-    for node in gm.graph.nodes:
-        counted = root[node] is node and node not in kept and (reads_owned or node.op != "placeholder")
-        sizes[node] = _bytes(node) if counted else 0
-        live += sizes[node]
-        peak = max(peak, live + _scratch(node))
-        live -= sum(sizes[arg] for arg, user in last.items() if user is node)
-    return peak
-
-
-def _scratch(node: fx.Node) -> int:
-    """Float32 working tiles inside an op."""
-    if node.target is not fxq.quantize_weight.default:
-        return 0
-    n, k = (int(size) for size in value(node.all_input_nodes[0]).shape)
-    rows = max(1, TILE_BYTES // (4 * max(k, 1)))
-    return 4 * min(rows, n) * k * 4
-
-
-def _is_view(node: fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return node.op == "call_function"
-    return any(returned.alias_info is not None for returned in node.target._schema.returns)
-
-
-def _bytes(node: fx.Node) -> int:
-    vals = value(node) if "val" in node.meta else None
-    parts = vals if isinstance(vals, (tuple, list)) else (vals,)
-    return sum(part.nbytes for part in parts if isinstance(part, Tensor))

@@ -1,24 +1,215 @@
-"""The order of loading, and the peak that it will have."""
+"""What is read when, by how many workers, and the memory that it takes: fixed before loading."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import heapq
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
 
 from fxquant.checkpoint import TensorInfo
-from fxquant.materialize.recipes import LoadGraph, Recipe, result_vals, transient_bytes
+from fxquant.materialize.recipes import LoadGraph, Recipe, result_vals
+from fxquant.materialize.tiles import Tile, Tiling, whole_tile
+from fxquant.materialize.tiling import make_tiling
+from fxquant.timeline import Moment
+
+ALIGNMENT = 64
+PAGE_BYTES = 4096
+MAX_MOMENTS = 512
+LOOKAHEAD = 4
+"""How many batches, for each worker, may be begun before the oldest one is done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
-    """Recipes that share reads: each of ``keys`` is read once for all of them."""
+class Job:
+    """One tile of one recipe."""
 
-    recipes: tuple[Recipe, ...]
-    keys: tuple[str, ...]
+    recipe: Recipe
+    tile: Tile
 
 
-def make_units(graph: LoadGraph, infos: Mapping[str, TensorInfo]) -> tuple[Unit, ...]:
-    """Units in file order of their first key (in the recipes' order where the source has none)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Jobs that one worker does after one read.
+
+    ``shared``: the jobs need the same tensors, each of which is read once for all of them.
+    ``buffer_bytes`` go through a buffer: the worker's, or one of the batch's ``own`` where it needs
+    more than tiles do. ``transient`` are bytes of values in between and of an own buffer.
+    """
+
+    jobs: tuple[Job, ...]
+    read_bytes: int
+    buffer_bytes: int
+    transient: int
+    shared: bool = False
+    own: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Batches in their order, and what each worker holds while it works on them."""
+
+    batches: tuple[Batch, ...]
+    workers: int
+    tile_bytes: int
+    buffer_bytes: int
+    scratch_bytes: int
+    order: str
+    reads: int
+    device: str = "cpu"
+    timeline: tuple[Moment, ...] = field(default=(), repr=False)
+
+    @property
+    def peak(self) -> dict[str, int]:
+        """Predicted peak by device type."""
+        peak: dict[str, int] = {self.device: 0}
+        for moment in self.timeline:
+            for device, size in moment.memory.items():
+                peak[device] = max(peak.get(device, 0), size)
+        return peak
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a schedule is made for. ``in_memory``: the source's tensors are in memory anyway."""
+
+    workers: int
+    tile_bytes: int
+    order: str = "file"
+    device: str = "cpu"
+    in_memory: bool = False
+
+
+class Scheduler:
+    """Makes schedules of one load graph; tilings are made once for each size of tiles."""
+
+    def __init__(self, graph: LoadGraph, infos: Mapping[str, TensorInfo]) -> None:
+        self.graph = graph
+        self.place = {key: i for i, key in enumerate(infos)}
+        self.where = {key: (info.file or "", info.offset or 0) for key, info in infos.items()}
+        self.units = _units(graph)
+        self.resident = [sum(val.nbytes for val in result_vals(gm)) for gm in graph.templates]
+        self._tilings: dict[tuple[int, int], Tiling] = {}
+
+    def tiling(self, template: int, tile_bytes: int) -> Tiling:
+        """The tiles of a template."""
+        key = (template, tile_bytes)
+        if key not in self._tilings:
+            self._tilings[key] = make_tiling(self.graph.templates[template], tile_bytes)
+        return self._tilings[key]
+
+    def make(self, settings: Settings) -> Schedule:
+        """The schedule under ``settings``, with its predicted memory."""
+        batches = self._batches(settings)
+        workers = max(1, min(settings.workers, len(batches)))
+        common = [batch.buffer_bytes for batch in batches if not batch.own]
+        buffer_bytes = 0 if settings.in_memory else _pages(max(common, default=0))
+        scratch = max((job.tile.scratch for b in batches for job in b.jobs), default=0)
+        draft = Schedule(
+            batches=batches,
+            workers=workers,
+            tile_bytes=settings.tile_bytes,
+            buffer_bytes=buffer_bytes,
+            scratch_bytes=scratch,
+            order=settings.order,
+            reads=sum(1 for _ in self._runs(batches)),
+            device=settings.device,
+        )
+        return replace(draft, timeline=thin(self._predict(draft, in_memory=settings.in_memory)))
+
+    def _batches(self, settings: Settings) -> tuple[Batch, ...]:
+        placed: list[tuple[tuple[int, int, int], Job | Batch]] = []
+        for recipes in self.units:
+            tilings = [self.tiling(recipe.template, settings.tile_bytes) for recipe in recipes]
+            if _overlap(recipes, tilings):
+                batch = self._shared(recipes)
+                placed.append((self._key(batch.jobs[0], 0), batch))
+                continue
+            for recipe, tiling in zip(recipes, tilings, strict=True):
+                jobs = [Job(recipe=recipe, tile=tile) for tile in tiling.tiles]
+                end = max((self._key(job, 0) for job in jobs), default=(0, 0, 0))
+                placed += [(self._key(job, 0) if not job.tile.phase else (*end[:2], 1), job) for job in jobs]
+        placed.sort(key=lambda item: item[0])
+        ordered = [item for _, item in placed]
+        if settings.order != "file":
+            ordered.sort(key=lambda item: -_weight_of(item))
+        batches = _gathered(ordered, settings.tile_bytes)
+        return tuple(_owning(batch, settings) for batch in batches)
+
+    def _key(self, job: Job, phase: int) -> tuple[int, int, int]:
+        """Where a job's first own read is: the place of its tensor in the files, and the byte in it."""
+        own = [part for part in job.tile.reads if not part.held]
+        if not own:
+            return (0, 0, phase)
+        return (*min((self.place.get(job.recipe.keys[p.index], 0), p.start) for p in own), phase)
+
+    def _shared(self, recipes: Sequence[Recipe]) -> Batch:
+        """All of a unit's recipes at once, on the whole of what they read."""
+        jobs = tuple(Job(recipe=r, tile=whole_tile(self.graph.templates[r.template])) for r in recipes)
+        sizes = {job.recipe.keys[part.index]: part.nbytes for job in jobs for part in job.tile.reads}
+        total = sum(_aligned(size) for size in sizes.values())
+        transient = max(job.tile.transient for job in jobs)
+        return Batch(
+            jobs=jobs, read_bytes=sum(sizes.values()), buffer_bytes=total, transient=transient, shared=True
+        )
+
+    def _runs(self, batches: Sequence[Batch]) -> Iterator[None]:
+        """One item for each read: bytes that lie together within a batch."""
+        for batch in batches:
+            end = None
+            seen: set[str] = set()
+            for job in batch.jobs:
+                for part in job.tile.reads:
+                    key = job.recipe.keys[part.index]
+                    if (batch.shared and key in seen) or not part.nbytes:
+                        continue
+                    seen.add(key)
+                    file, offset = self.where.get(key, ("", 0))
+                    if (file, offset + part.start) != end:
+                        yield
+                    end = (file, offset + part.stop)
+
+    def _predict(self, schedule: Schedule, *, in_memory: bool) -> list[Moment]:
+        """Memory after each batch has begun: constants so far, buffers, and values in flight."""
+        own = schedule.workers * (schedule.buffer_bytes + schedule.scratch_bytes)
+        last = {job.recipe.fqn: i for i, batch in enumerate(schedule.batches) for job in batch.jobs}
+        seen: set[str] = set()
+        resident = held = done = 0
+        releases: dict[int, int] = {}
+        window: list[int] = []
+        moments = []
+        for i, batch in enumerate(schedule.batches):
+            held -= releases.pop(i, 0)
+            for job in batch.jobs:
+                recipe = job.recipe
+                if recipe.fqn not in seen:
+                    seen.add(recipe.fqn)
+                    resident += self.resident[recipe.template]
+                    if not in_memory and not batch.shared:
+                        size = self.tiling(recipe.template, schedule.tile_bytes).held_bytes
+                        held += size
+                        end = last[recipe.fqn] + schedule.workers * LOOKAHEAD
+                        releases[end] = releases.get(end, 0) + size
+            window = [*window[-schedule.workers * LOOKAHEAD :], batch.transient]
+            flight = sum(heapq.nlargest(schedule.workers, window))
+            done += batch.read_bytes
+            moments.append(Moment(read_bytes=done, memory=_by_device(schedule, resident, held + flight, own)))
+        if not moments:
+            return [Moment(read_bytes=0, memory={schedule.device: 0})]
+        return moments
+
+
+def _by_device(schedule: Schedule, resident: int, transient: int, own: int) -> dict[str, int]:
+    if schedule.device == "cpu":
+        return {"cpu": resident + transient + own}
+    host = schedule.workers * schedule.buffer_bytes
+    return {schedule.device: resident + transient + own, "cpu": host}
+
+
+def _units(graph: LoadGraph) -> list[list[Recipe]]:
+    """Recipes that share tensors of the checkpoint, together."""
     parent: dict[str, str] = {}
 
     def find(key: str) -> str:
@@ -32,41 +223,101 @@ def make_units(graph: LoadGraph, infos: Mapping[str, TensorInfo]) -> tuple[Unit,
     grouped: dict[str, list[Recipe]] = {}
     for recipe in graph.recipes:
         grouped.setdefault(find(recipe.keys[0]), []).append(recipe)
-    place = {key: i for i, key in enumerate(infos)}
-    units = []
-    for recipes in grouped.values():
-        keys = {key: None for recipe in recipes for key in recipe.keys}
-        ordered = sorted(keys, key=lambda key: place.get(key, 0))
-        units.append(Unit(recipes=tuple(recipes), keys=tuple(ordered)))
-    return tuple(sorted(units, key=lambda unit: min(place.get(key, 0) for key in unit.keys)))
+    return list(grouped.values())
 
 
-def resident_bytes(graph: LoadGraph, recipe: Recipe) -> int:
-    """Bytes of the recipe's constants."""
-    return sum(val.nbytes for val in result_vals(graph.templates[recipe.template]))
+def _overlap(recipes: Sequence[Recipe], tilings: Sequence[Tiling]) -> bool:
+    """Whether two recipes need the same bytes."""
+    if len(recipes) == 1:
+        return False
+    spans: dict[str, list[tuple[int, int, int]]] = {}
+    for i, (recipe, tiling) in enumerate(zip(recipes, tilings, strict=True)):
+        for key, ranges in _spans(recipe, tiling).items():
+            spans.setdefault(key, []).extend((start, stop, i) for start, stop in ranges)
+    for ranges in spans.values():
+        ranges.sort()
+        if any(start < stop for (_, stop, _), (start, _, _) in itertools.pairwise(ranges)):
+            return True
+    return False
 
 
-def predict_peak(graph: LoadGraph, units: tuple[Unit, ...], *, reads_owned: bool = True) -> int:
-    """Bytes alive at once while the units run one after the other, by liveness.
+def _spans(recipe: Recipe, tiling: Tiling) -> dict[str, list[tuple[int, int]]]:
+    """The bytes of each key that a recipe needs, as disjoint ranges."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for tile in tiling.tiles:
+        for part in tile.reads:
+            found.setdefault(recipe.keys[part.index], []).append((part.start, part.stop))
+    merged: dict[str, list[tuple[int, int]]] = {}
+    for key, ranges in found.items():
+        done = merged.setdefault(key, [])
+        for start, stop in sorted(ranges):
+            if done and start <= done[-1][1]:
+                done[-1] = (done[-1][0], max(done[-1][1], stop))
+            else:
+                done.append((start, stop))
+    return merged
 
-    ``reads_owned=False``: the source's tensors are in memory anyway and are not counted.
-    """
-    transients = [transient_bytes(gm, reads_owned=reads_owned) for gm in graph.templates]
-    resident, peak = 0, 0
-    for unit in units:
-        reads = _shared_reads(graph, unit) if reads_owned else 0
-        for recipe in unit.recipes:
-            resident += resident_bytes(graph, recipe)
-            peak = max(peak, resident + reads + transients[recipe.template])
-    return max(peak, resident)
+
+def _gathered(items: Sequence[Job | Batch], tile_bytes: int) -> Iterator[Batch]:
+    """Batches of neighbours that are small enough to be read together."""
+    jobs: list[Job] = []
+    total = 0
+    for item in items:
+        size = item.tile.read_bytes if isinstance(item, Job) else 0
+        if jobs and (isinstance(item, Batch) or total + size > tile_bytes or item.tile.phase):
+            yield _batch(jobs)
+            jobs, total = [], 0
+        if isinstance(item, Batch):
+            yield item
+            continue
+        jobs.append(item)
+        total += size
+    if jobs:
+        yield _batch(jobs)
 
 
-def _shared_reads(graph: LoadGraph, unit: Unit) -> int:
-    """Bytes of reads that outlive the recipe that is running, because another needs them too."""
-    if len(unit.recipes) == 1:
-        return 0
-    sizes: dict[str, int] = {}
-    for recipe in unit.recipes:
-        inputs = graph.templates[recipe.template].graph.find_nodes(op="placeholder")
-        sizes.update(zip(recipe.keys, (node.meta["val"].nbytes for node in inputs), strict=True))
-    return sum(sizes.values())
+def _owning(batch: Batch, settings: Settings) -> Batch:
+    """The batch with a buffer of its own, if it needs more than tiles do."""
+    if settings.in_memory or batch.buffer_bytes <= 2 * settings.tile_bytes:
+        return batch
+    return replace(batch, own=True, transient=batch.transient + _pages(batch.buffer_bytes))
+
+
+def _batch(jobs: Sequence[Job]) -> Batch:
+    buffered = [p.nbytes for j in jobs if j.tile.direct is None for p in j.tile.reads if not p.held]
+    return Batch(
+        jobs=tuple(jobs),
+        read_bytes=sum(job.tile.read_bytes for job in jobs),
+        buffer_bytes=sum(_aligned(size) for size in buffered),
+        transient=max(job.tile.transient for job in jobs),
+    )
+
+
+def _weight_of(item: Job | Batch) -> int:
+    """Bytes that are needed only while an item is worked on."""
+    if isinstance(item, Batch):
+        return item.buffer_bytes + item.transient
+    return 0 if item.tile.direct is not None else item.tile.read_bytes + item.tile.transient
+
+
+def thin(moments: Sequence[Moment], limit: int = MAX_MOMENTS) -> tuple[Moment, ...]:
+    """At most about ``limit`` moments: of each stretch, the one with the most memory, and the last."""
+    if len(moments) <= limit:
+        return tuple(moments)
+    step = -(-len(moments) // limit)
+    groups = [moments[i : i + step] for i in range(0, len(moments), step)]
+    kept = [max(group, key=lambda moment: sum(moment.memory.values())) for group in groups]
+    return tuple(kept) if kept[-1] is moments[-1] else (*kept, moments[-1])
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _pages(size: int) -> int:
+    return -(-size // PAGE_BYTES) * PAGE_BYTES
+
+
+def usable_workers() -> int:
+    """Workers that a load uses by default: torch's threads, at most eight."""
+    return max(1, min(torch.get_num_threads(), 8))

@@ -1,66 +1,289 @@
-"""Weights that arrive as a stream of ``(name, tensor)``: which unit is complete when."""
+"""Weights that arrive as a stream: ``(name, tensor)``, or ``(name, tensor, offsets)`` for a part.
+
+Each job runs as soon as what it reads has come. What waits is counted, and dropped after its last
+job.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 
-from torch import Tensor, fx
+import torch
+from torch import Tensor
 
+from fxquant.checkpoint import StreamItem
 from fxquant.checkpoint.keymap_rules import transparent
-from fxquant.errors import MissingWeightError, WeightMismatchError
+from fxquant.errors import BudgetError, MissingWeightError, TiedWeightError, WeightMismatchError
 from fxquant.graph import placeholders, value
-from fxquant.materialize.recipes import LoadGraph
-from fxquant.materialize.schedule import Unit
+from fxquant.materialize.meter import Account
+from fxquant.materialize.recipes import LoadGraph, Recipe
+from fxquant.materialize.schedule import Job, Schedule
+from fxquant.materialize.store import Constants, Store
+from fxquant.materialize.tiles import ReadPart, whole_tile
+from fxquant.numerics import same_values
 
 log = logging.getLogger("fxquant.materialize")
 
+Region = tuple[tuple[int, int], ...]
+"""Start and stop for each axis."""
 
-def stream_units(
-    graph: LoadGraph,
-    units: tuple[Unit, ...],
-    pairs: Iterable[tuple[str, Tensor]],
-    names: Mapping[str, str],
-    optional: Collection[str],
-) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
-    """Each unit once all its keys have come; once more when a tied name brings its values again.
+
+@dataclass(slots=True, kw_only=True)
+class Arriving:
+    """One tensor of the checkpoint on its way. ``rows`` are the parts that wait, by first row."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    jobs: list[tuple[Job, ReadPart]] = field(default_factory=list)
+    regions: list[Region] = field(default_factory=list)
+    rows: list[tuple[int, int, Tensor]] = field(default_factory=list)
+    assembled: Tensor | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of it has come."""
+        came = sum(math.prod(stop - start for start, stop in region) for region in self.regions)
+        return bool(self.regions) and came == math.prod(self.shape)
+
+    def needed(self, part: ReadPart) -> tuple[int, int]:
+        """The rows that a part needs."""
+        where = part.range
+        if where is None or where.axis:
+            return 0, self.shape[0] if self.shape else 1
+        return where.start, where.stop
+
+    def has(self, part: ReadPart) -> bool:
+        """Whether the rows of a part have come."""
+        if part.range is None or not self.shape:
+            return self.complete and self.assembled is None
+        at, stop = self.needed(part)
+        for first, last, _ in sorted(self.rows, key=lambda row: row[0]):
+            if first <= at < last:
+                at = last
+        return at >= stop
+
+    def take(self, part: ReadPart) -> Tensor:
+        """The tensor of a part that has come."""
+        start, stop = self.needed(part)
+        pieces = [
+            tensor.narrow(0, max(start, first) - first, min(stop, last) - max(start, first))
+            if self.shape
+            else tensor
+            for first, last, tensor in sorted(self.rows, key=lambda row: row[0])
+            if max(start, first) < min(stop, last) or not self.shape
+        ]
+        rows = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else self.empty()
+        where = part.range
+        if where is not None and where.axis:
+            return rows.narrow(where.axis, where.start, where.stop - where.start)
+        return rows
+
+    def empty(self) -> Tensor:
+        """The tensor, if it has no elements."""
+        return torch.empty(self.shape, dtype=self.dtype)
+
+
+class Arrivals:
+    """Follows what has come, and says which jobs can run.
 
     ``names`` maps every name under which a key may come to the key. A float tensor of another dtype
-    than planned is cast. Units of which every recipe is in ``optional`` may stay out.
+    than planned is cast. Recipes in ``optional`` may stay out. ``budget`` bounds the bytes of
+    constants and waiting tensors together.
     """
-    of_key = {key: unit for unit in units for key in unit.keys}
-    expected = {key: node for unit in units for key, node in _placeholders(graph, unit)}
-    held: dict[str, Tensor] = {}
-    complete: set[str] = set()
-    for name, tensor in pairs:
-        key = names.get(transparent(name), transparent(name))
-        unit = of_key.get(key)
-        if unit is None:
-            log.info("the stream's tensor %s is not used", name)
-            continue
-        held[key] = _as_planned(name, tensor, expected[key])
-        if all(key in held for key in unit.keys):
-            complete.update(unit.keys)
-            yield unit, {key: held.pop(key) for key in unit.keys}
-    late = [unit for unit in units if not complete.issuperset(unit.keys)]
-    lost = [r.fqn for unit in late for r in unit.recipes if r.fqn not in optional]
-    if lost:
-        raise MissingWeightError(
-            f"the stream of tensors ended without what {len(lost)} weights need: {', '.join(lost[:10])}"
+
+    def __init__(
+        self,
+        graph: LoadGraph,
+        schedule: Schedule,
+        names: Mapping[str, str],
+        optional: Collection[str],
+        budget: int | None,
+    ) -> None:
+        self.graph, self.names, self.optional, self.budget = graph, names, optional, budget
+        self.done_bytes = 0
+        self.last = ""
+        self.keys: dict[str, Arriving] = {}
+        self.left: dict[str, set[int]] = {}
+        self.first_pass: dict[str, set[int]] = {}
+        self.by_key: dict[str, list[tuple[int, Job]]] = {}
+        self.repeated: Arriving | None = None
+        jobs = (job for batch in schedule.batches for job in batch.jobs)
+        for number, job in enumerate(jobs):
+            self.left.setdefault(job.recipe.fqn, set()).add(number)
+            if job.tile.program.scans:
+                self.first_pass.setdefault(job.recipe.fqn, set()).add(number)
+            for part in job.tile.reads:
+                key = job.recipe.keys[part.index]
+                self._arriving(job.recipe, part.index, key).jobs.append((job, part))
+                self.by_key.setdefault(key, []).append((number, job))
+
+    def _arriving(self, recipe: Recipe, index: int, key: str) -> Arriving:
+        if key not in self.keys:
+            planned = value(placeholders(self.graph.templates[recipe.template])[index])
+            self.keys[key] = Arriving(key=key, shape=tuple(planned.shape), dtype=planned.dtype)
+        return self.keys[key]
+
+    def take(self, item: StreamItem, store: Store, account: Account) -> None:
+        """Note what has come; direct reads go into their constants at once."""
+        self.last = item.name
+        key = self.names.get(transparent(item.name), transparent(item.name))
+        found = self.keys.get(key)
+        if found is None:
+            log.info("the stream's tensor %s is not used", item.name)
+            return
+        tensor, region = _as_planned(item, found)
+        self.done_bytes += tensor.nbytes
+        if found.complete:
+            self._take_again(found, tensor, region, store)
+            return
+        _check_new(item.name, found, region)
+        found.regions.append(region)
+        direct = [(job, part) for job, part in found.jobs if job.tile.direct is not None]
+        if direct:
+            _write_through(direct[0], found, tensor, region, store)
+        if len(direct) < len(found.jobs):
+            self._keep(found, tensor, region, account)
+
+    def _keep(self, found: Arriving, tensor: Tensor, region: Region, account: Account) -> None:
+        """Hold a part back until the jobs that need it can run."""
+        if all((0, size) == span for size, span in zip(found.shape[1:], region[1:], strict=True)):
+            start, stop = region[0] if region else (0, 1)
+            found.rows.append((start, stop, tensor))
+            account.add("cpu", tensor.nbytes)
+        else:
+            if found.assembled is None:
+                found.assembled = torch.empty(found.shape, dtype=found.dtype)
+                account.add("cpu", found.assembled.nbytes)
+            found.assembled[tuple(slice(*span) for span in region)] = tensor
+        if found.assembled is not None and found.complete:
+            for start, stop, rows in found.rows:
+                found.assembled[start:stop] = rows
+                account.add("cpu", -rows.nbytes)
+            found.rows = [(0, found.shape[0], found.assembled)]
+            found.assembled = None
+        now = sum(account.now.values())
+        if self.budget is not None and now > self.budget:
+            waiting = [
+                key for key, arriving in self.keys.items() if arriving.rows or arriving.assembled is not None
+            ]
+            raise BudgetError(
+                f"the stream needs {now} bytes at {found.key}, over the budget of {self.budget}: "
+                f"{len(waiting)} tensors wait for others, among them {', '.join(waiting[:5])}. Send what "
+                "belongs together one after the other, or whole rows, or allow more",
+                smallest=now,
+                device="cpu",
+            )
+
+    def ready(self) -> Iterator[tuple[Job, list[Tensor]]]:
+        """Jobs that can run now with what they read; to be run before the next is asked for."""
+        key = self.names.get(transparent(self.last), transparent(self.last))
+        for number, job in self.by_key.get(key, ()):
+            if number not in self.left[job.recipe.fqn]:
+                continue
+            arriving = [(self.keys[job.recipe.keys[part.index]], part) for part in job.tile.reads]
+            if job.tile.direct is not None:
+                if arriving[0][0].complete:
+                    self.left[job.recipe.fqn].discard(number)
+                continue
+            waits = job.tile.phase and self.left[job.recipe.fqn] & self.first_pass[job.recipe.fqn]
+            if waits or not all(found.has(part) for found, part in arriving):
+                continue
+            yield job, [found.take(part) for found, part in arriving]
+            self.left[job.recipe.fqn].discard(number)
+
+    def drop(self, account: Account) -> None:
+        """Let go of parts whose jobs have all run."""
+        for found in self._touched():
+            undone = [
+                found.needed(part)
+                for (job, part), (number, _) in zip(found.jobs, self.by_key[found.key], strict=True)
+                if number in self.left[job.recipe.fqn] and job.tile.direct is None
+            ]
+            for row in list(found.rows):
+                if not any(max(row[0], start) < min(row[1], stop) for start, stop in undone):
+                    found.rows.remove(row)
+                    account.add("cpu", -row[2].nbytes)
+
+    def _touched(self) -> list[Arriving]:
+        """The tensors that jobs on the last one read."""
+        key = self.names.get(transparent(self.last), transparent(self.last))
+        jobs = [job for _, job in self.by_key.get(key, ())]
+        keys = {job.recipe.keys[part.index]: None for job in jobs for part in job.tile.reads}
+        return [self.keys[key] for key in keys]
+
+    def _take_again(self, found: Arriving, tensor: Tensor, region: Region, store: Store) -> None:
+        """A tied weight may come under each of its names; the values must be the same."""
+        whole = tuple((0, size) for size in found.shape)
+        recipes = {job.recipe.fqn: job.recipe for job, _ in found.jobs}
+        if region != whole or any(recipe.keys != (found.key,) for recipe in recipes.values()):
+            raise WeightMismatchError(f"the stream brings {self.last!r} a second time")
+        for recipe in recipes.values():
+            check_again(self.graph, recipe, tensor, store.constants)
+
+    def finish(self) -> None:
+        """Refuse a stream that ended too early."""
+        lost = [fqn for fqn, numbers in self.left.items() if numbers and fqn not in self.optional]
+        if lost:
+            raise MissingWeightError(
+                f"the stream of tensors ended without what {len(lost)} weights need: {', '.join(lost[:10])}"
+            )
+
+    def missing(self) -> set[str]:
+        """Weights that did not come, all of them optional."""
+        return {fqn for fqn, numbers in self.left.items() if numbers}
+
+
+def check_again(graph: LoadGraph, recipe: Recipe, tensor: Tensor, constants: Constants) -> None:
+    """Refuse other values for a weight that is made already."""
+    before = constants[recipe.fqn]
+    made = tuple(torch.empty_like(part) for part in before)
+    tile = whole_tile(graph.templates[recipe.template])
+    tile.program.run([tensor], dict(enumerate(made)), torch.empty(tile.scratch // 4))
+    if not all(same_values(a, b) for a, b in zip(before, made, strict=True)):
+        raise TiedWeightError(
+            f"{recipe.fqn}: the model ties its names together, the stream brings different values for them"
         )
 
 
-def _placeholders(graph: LoadGraph, unit: Unit) -> Iterator[tuple[str, fx.Node]]:
-    for recipe in unit.recipes:
-        yield from zip(recipe.keys, placeholders(graph.templates[recipe.template]), strict=True)
-
-
-def _as_planned(name: str, tensor: Tensor, node: fx.Node) -> Tensor:
-    """The tensor in the dtype that was planned; its shape must be the planned one."""
-    planned: Tensor = value(node)
-    if tensor.shape != planned.shape or tensor.is_floating_point() != planned.is_floating_point():
+def _as_planned(item: StreamItem, found: Arriving) -> tuple[Tensor, Region]:
+    """The tensor in the dtype that was planned, and its place; shape and place must fit the plan."""
+    tensor, offsets = item.tensor, item.offsets or (0,) * len(found.shape)
+    fits = tensor.dim() == len(found.shape) == len(offsets)
+    fits = fits and tensor.is_floating_point() == found.dtype.is_floating_point
+    region = tuple((start, start + size) for start, size in zip(offsets, tensor.shape, strict=False))
+    if item.offsets is None:
+        fits = fits and tuple(tensor.shape) == found.shape
+    fits = fits and all(0 <= a <= b <= size for (a, b), size in zip(region, found.shape, strict=True))
+    if not fits:
+        where = f" at {list(item.offsets)}" if item.offsets is not None else ""
         raise WeightMismatchError(
-            f"the stream's tensor {name!r} is {tensor.dtype} {list(tensor.shape)}, "
-            f"expected {planned.dtype} {list(planned.shape)}"
+            f"the stream's tensor {item.name!r} is {tensor.dtype} {list(tensor.shape)}{where}, "
+            f"expected {found.dtype} {list(found.shape)}"
         )
-    return tensor.to(planned.dtype)
+    return tensor.detach().to(found.dtype), region
+
+
+def _check_new(name: str, found: Arriving, region: Region) -> None:
+    """Refuse a part that overlaps one that has come."""
+    for other in found.regions:
+        if all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(region, other, strict=True)) and region:
+            raise WeightMismatchError(
+                f"the stream brings {name!r} {list(region)} twice: {list(other)} came before"
+            )
+
+
+def _write_through(
+    where: tuple[Job, ReadPart], found: Arriving, tensor: Tensor, region: Region, store: Store
+) -> None:
+    """Copy a part straight into the constant that it is a part of."""
+    job, part = where
+    assert job.tile.direct is not None
+    index, _ = job.tile.outs[0]
+    first = (job.tile.direct - part.start) // found.dtype.itemsize
+    flat = store.allocate(job.recipe)[index].view(-1)
+    whole = flat[first : first + math.prod(found.shape)].view(found.shape)
+    whole[tuple(slice(*span) for span in region)] = tensor

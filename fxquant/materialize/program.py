@@ -1,0 +1,161 @@
+"""What runs for one tile: calls on parts of tensors, whose results go into constants that exist."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant import numerics
+from fxquant.capture import make_fake_mode
+from fxquant.scheme import QuantSpec
+
+COPY, QUANTIZE, ABSMAX, CODES = "copy", "quantize", "absmax", "codes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One op; ``last`` are the values that are not needed after it."""
+
+    node: fx.Node
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    last: tuple[fx.Node, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """Where a value goes.
+
+    ``copy`` into constant ``outs[0]``, cast if need be; ``quantize`` into codes and scale
+    ``outs[0], outs[1]`` (-1: not kept). If scales span several tiles: ``absmax`` raises the maxima in
+    a first pass, ``codes`` writes codes with the scales of the first pass.
+    """
+
+    kind: str
+    source: fx.Node
+    outs: tuple[int, ...]
+    spec: QuantSpec | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """Calls in order, then the ends. ``inputs`` are the placeholders by position of their read."""
+
+    inputs: tuple[tuple[int, fx.Node], ...]
+    calls: tuple[Call, ...]
+    ends: tuple[End, ...]
+
+    @property
+    def scans(self) -> bool:
+        """Whether it is part of a first pass, for the maxima."""
+        return any(end.kind == ABSMAX for end in self.ends)
+
+    def compute(self, reads: Sequence[Tensor]) -> dict[fx.Node, Any]:
+        """The values of the ends from the parts that were read, each freed after its last use."""
+        values: dict[fx.Node, Any] = {node: read for (_, node), read in zip(self.inputs, reads, strict=True)}
+        for call in self.calls:
+            args, kwargs = fx.node.map_arg((call.args, dict(call.kwargs)), values.__getitem__)
+            values[call.node] = call.target(*args, **kwargs)
+            del args, kwargs
+            for node in call.last:
+                del values[node]
+        return values
+
+    def run(
+        self,
+        reads: Sequence[Tensor],
+        outs: Mapping[int, Tensor],
+        scratch: Tensor,
+        maxima: Maxima | None = None,
+    ) -> None:
+        """Compute and write into the parts ``outs`` of the constants."""
+        values = self.compute(reads)
+        for end in self.ends:
+            value = values[end.source]
+            if end.kind == COPY:
+                outs[end.outs[0]].copy_(value)
+                continue
+            assert end.spec is not None
+            if end.kind == QUANTIZE:
+                codes, scale = outs[end.outs[0]], outs[end.outs[1]]
+                numerics.quantize_into(value, end.spec, codes, scale, scratch)
+            elif end.kind == ABSMAX:
+                assert maxima is not None
+                maxima.raise_to(value, end.spec)
+            else:
+                assert maxima is not None
+                numerics.quantize_with_scale(value, maxima.scale(end.spec), end.spec, outs[end.outs[0]])
+
+
+class Maxima:
+    """The maxima of a weight whose scales span several tiles, and the scales made of them."""
+
+    def __init__(self, scale: Tensor, lock: Any) -> None:
+        self.lock = lock
+        self.absmax = torch.zeros_like(scale)
+        self.out = scale
+        self.done = False
+
+    def raise_to(self, value: Tensor, spec: QuantSpec) -> None:
+        """Take the maxima of a part into account."""
+        part = torch.zeros_like(self.absmax)
+        numerics.absmax_into(value, spec, part)
+        with self.lock:
+            torch.maximum(self.absmax, part, out=self.absmax)
+
+    def scale(self, spec: QuantSpec) -> Tensor:
+        """The scales, once all maxima are known."""
+        with self.lock:
+            if not self.done:
+                self.out.copy_(numerics.scale_of(self.absmax.clone(), spec.top))
+                self.done = True
+        return self.out
+
+
+def scratch_bytes(program: Program, shapes: Mapping[fx.Node, tuple[int, ...]]) -> int:
+    """Bytes of float32 scratch that ``quantize`` ends take, by the shapes of their sources."""
+    sizes = [0]
+    for end in program.ends:
+        if end.kind == QUANTIZE and end.spec is not None:
+            n, k = shapes[end.source]
+            sizes.append(min(numerics.chunk_rows((n, k), end.spec), n) * k * 4)
+    return max(sizes)
+
+
+def measure_on_fakes(
+    program: Program, reads: Sequence[tuple[tuple[int, ...], torch.dtype]]
+) -> tuple[int, dict[fx.Node, tuple[int, ...]]]:
+    """Bytes of values beside the reads that are alive at once, and the shapes of the ends' sources."""
+    with make_fake_mode():
+        given = [torch.empty(shape, dtype=dtype) for shape, dtype in reads]
+        owned = {tensor.untyped_storage()._cdata for tensor in given}
+        nodes = [node for _, node in program.inputs]
+        values: dict[fx.Node, Any] = dict(zip(nodes, given, strict=True))
+        peak = 0
+        for call in program.calls:
+            args, kwargs = fx.node.map_arg((call.args, dict(call.kwargs)), values.__getitem__)
+            values[call.node] = call.target(*args, **kwargs)
+            peak = max(peak, _alive(values, owned))
+            for node in call.last:
+                del values[node]
+        for end in program.ends:
+            if end.kind in (ABSMAX, CODES):
+                peak = max(peak, _alive(values, owned) + 8 * values[end.source].numel())
+        shapes = {end.source: tuple(values[end.source].shape) for end in program.ends}
+    return peak, shapes
+
+
+def _alive(values: Mapping[fx.Node, Any], owned: set[int]) -> int:
+    """Bytes of the storages behind ``values`` that are not in ``owned``."""
+    sizes: dict[int, int] = {}
+    for held in values.values():
+        for tensor in held if isinstance(held, (tuple, list)) else (held,):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                sizes[storage._cdata] = storage.nbytes()
+    return sum(size for identity, size in sizes.items() if identity not in owned)

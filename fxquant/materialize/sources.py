@@ -1,0 +1,160 @@
+"""Where the tensors of a batch come from: read into buffers, or in memory already."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fxquant.checkpoint import Checkpoint, FileCheckpoint, Piece, bytes_of
+from fxquant.errors import WeightMismatchError
+from fxquant.graph import placeholders, value
+from fxquant.materialize.meter import Account
+from fxquant.materialize.recipes import LoadGraph, Recipe
+from fxquant.materialize.schedule import ALIGNMENT, Batch, Job, Schedule
+from fxquant.materialize.store import Store
+from fxquant.materialize.tiles import ReadPart
+
+
+class Buffer:
+    """Page-aligned memory that reads go through, used again for each batch."""
+
+    def __init__(self, size: int, account: Account) -> None:
+        self.size = size
+        self.account = account
+        self.map = mmap.mmap(-1, max(size, 1))
+        self.view = memoryview(self.map)
+        self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
+        account.add("cpu", size)
+
+    def take(self, start: int, part: ReadPart) -> tuple[memoryview, Tensor]:
+        """Memory for a part from ``start``, as bytes and as the tensor."""
+        stop = start + part.nbytes
+        return self.view[start:stop], self.bytes[start:stop].view(part.dtype).view(part.shape)
+
+    def close(self) -> None:
+        """Give the memory back, once no tensor looks at it."""
+        self.account.add("cpu", -self.size)
+        self.view.release()
+        del self.bytes, self.map
+
+
+@dataclass(slots=True, kw_only=True)
+class Worker:
+    """What one worker has of its own."""
+
+    schedule: Schedule
+    account: Account
+    buffer: Buffer | None = None
+    scratch: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def begin(self) -> None:
+        """Allocate the buffer and the scratch."""
+        if self.schedule.buffer_bytes:
+            self.buffer = Buffer(self.schedule.buffer_bytes, self.account)
+        self.scratch = torch.empty(self.schedule.scratch_bytes // 4, dtype=torch.float32)
+        self.account.add(self.schedule.device, self.scratch.nbytes)
+
+    def end(self) -> None:
+        """Give them back."""
+        self.account.add(self.schedule.device, -self.scratch.nbytes)
+        self.scratch = torch.empty(0)
+        if self.buffer is not None:
+            self.buffer.close()
+            self.buffer = None
+
+
+def read_batch(
+    batch: Batch, checkpoint: FileCheckpoint, store: Store, buffer: Buffer | None
+) -> list[list[Tensor]]:
+    """The tensors of each job, read into ``buffer`` or straight into the constants."""
+    pieces: list[Piece] = []
+    tensors: list[list[Tensor]] = []
+    shared: dict[str, Tensor] = {}
+    at = 0
+    for job in batch.jobs:
+        keys = job.recipe.keys
+        if job.tile.direct is not None:
+            (part,) = job.tile.reads
+            (index, _), start = job.tile.outs[0], job.tile.direct
+            target = bytes_of(store.allocate(job.recipe)[index])[start : start + part.nbytes]
+            pieces.append(Piece(keys[part.index], part.start, target))
+            tensors.append([])
+            continue
+        given: list[Tensor] = []
+        for part in job.tile.reads:
+            key = keys[part.index]
+            if part.held:
+                given.append(_held(job, part, checkpoint, store))
+            elif batch.shared and key in shared:
+                given.append(shared[key])
+            else:
+                assert buffer is not None
+                view, tensor = buffer.take(at, part)
+                at += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
+                pieces.append(Piece(key, part.start, view))
+                given.append(tensor)
+                shared[key] = tensor
+        tensors.append(given)
+    checkpoint.fill(pieces)
+    return tensors
+
+
+def _held(job: Job, part: ReadPart, checkpoint: Checkpoint, store: Store) -> Tensor:
+    """A read that the tiles of a weight share, read by the first of them."""
+    with store.lock:
+        held = store.held(job.recipe)
+        if part.index not in held:
+            held[part.index] = checkpoint.read(job.recipe.keys[part.index])
+            store.account.add("cpu", held[part.index].nbytes)
+        return held[part.index]
+
+
+def view_job(job: Job, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """The parts that a job reads, as views of tensors in memory."""
+    parts = []
+    for part in job.tile.reads:
+        tensor = tensors[job.recipe.keys[part.index]]
+        where = part.range
+        parts.append(
+            tensor if where is None else tensor.narrow(where.axis, where.start, where.stop - where.start)
+        )
+    return parts
+
+
+def copy_direct(job: Job, tensor: Tensor, store: Store) -> None:
+    """What a direct tile reads, from a tensor in memory into the constant."""
+    (part,) = job.tile.reads
+    assert job.tile.direct is not None
+    index, _ = job.tile.outs[0]
+    whole = store.allocate(job.recipe)[index]
+    size = part.dtype.itemsize
+    first, count = job.tile.direct // size, part.nbytes // size
+    out = whole.view(-1)[first : first + count]
+    if tensor.is_contiguous():
+        out.copy_(tensor.view(-1)[part.start // size : part.start // size + count])
+    elif part.start == 0:  # once for all tiles of this tensor: it cannot be cut without a copy
+        whole.view(-1)[first : first + tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+def check_source(graph: LoadGraph, checkpoint: Checkpoint) -> None:
+    """Refuse a source that does not hold what the plan expects."""
+    for recipe in graph.recipes:
+        check_recipe(graph, recipe, [(i.dtype, i.shape) for i in map(checkpoint.info, recipe.keys)])
+
+
+def check_recipe(
+    graph: LoadGraph, recipe: Recipe, given: Sequence[tuple[torch.dtype, Sequence[int]]]
+) -> None:
+    """Refuse tensors of other dtypes or shapes than were planned."""
+    inputs = placeholders(graph.templates[recipe.template])
+    for key, node, (dtype, shape) in zip(recipe.keys, inputs, given, strict=True):
+        expected = value(node)
+        if tuple(shape) != tuple(expected.shape) or dtype != expected.dtype:
+            raise WeightMismatchError(
+                f"{recipe.fqn}: expected {expected.dtype} {list(expected.shape)}, "
+                f"got {dtype} {list(shape)} from {key}"
+            )

@@ -1,0 +1,101 @@
+"""The constants while they are made: allocated at the first tile that writes to them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fxquant.materialize.meter import Account
+from fxquant.materialize.program import ABSMAX, Maxima
+from fxquant.materialize.recipes import LoadGraph, Recipe, result_vals
+from fxquant.materialize.row_rules import WHOLE
+from fxquant.materialize.schedule import Job
+
+Constants = dict[str, tuple[Tensor, ...]]
+"""FQN -> the constants of its weight, in the order of the recipe."""
+
+
+class Store:
+    """Constants of a load, and what several tiles of one weight share. Safe to use from several threads.
+
+    ``into`` gives constants that exist already and are written over.
+    """
+
+    def __init__(
+        self, graph: LoadGraph, account: Account, device: torch.device, into: Mapping[str, Sequence[Tensor]]
+    ) -> None:
+        self.graph = graph
+        self.account = account
+        self.device = device
+        self.into = into
+        self.constants: Constants = {}
+        self.lock = threading.RLock()
+        self._maxima: dict[str, Maxima] = {}
+        self._held: dict[str, dict[int, Tensor]] = {}
+        self._shapes = [tuple((val.shape, val.dtype) for val in result_vals(gm)) for gm in graph.templates]
+
+    def allocate(self, recipe: Recipe) -> tuple[Tensor, ...]:
+        """The constants of a weight, made now if this is the first time."""
+        found = self.constants.get(recipe.fqn)
+        if found is not None:
+            return found
+        with self.lock:
+            if recipe.fqn not in self.constants:
+                self.constants[recipe.fqn] = self._new(recipe)
+            return self.constants[recipe.fqn]
+
+    def _new(self, recipe: Recipe) -> tuple[Tensor, ...]:
+        shapes = self._shapes[recipe.template]
+        given = self.into.get(recipe.fqn)
+        if given is not None:
+            found = [(part.shape, part.dtype) for part in given]
+            assert found == list(shapes), f"{recipe.fqn}: {found} cannot take {shapes}"
+            return tuple(given)
+        made = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes)
+        self.account.add(self.device.type, sum(part.nbytes for part in made))
+        return made
+
+    def parts(self, job: Job) -> dict[int, Tensor]:
+        """The parts of the constants that a job writes to, by position."""
+        constants = self.allocate(job.recipe)
+        parts = {}
+        for index, place in job.tile.outs:
+            whole = constants[index]
+            if place is WHOLE:
+                parts[index] = whole
+            else:
+                parts[index] = whole.narrow(place.axis, place.start, place.stop - place.start)
+        return parts
+
+    def maxima(self, job: Job) -> Maxima | None:
+        """The maxima that the tiles of a weight share, if its scales span several tiles."""
+        ends = [end for end in job.tile.program.ends if end.spec is not None]
+        if not ends or (ends[0].kind != ABSMAX and not job.tile.phase):
+            return None
+        fqn = job.recipe.fqn
+        with self.lock:
+            if fqn not in self._maxima:
+                scale = self.allocate(job.recipe)[ends[0].outs[1]]
+                self._maxima[fqn] = Maxima(scale, threading.Lock())
+            return self._maxima[fqn]
+
+    def held(self, recipe: Recipe) -> dict[int, Tensor]:
+        """Reads that several tiles of a weight need, by position; the caller fills it under the lock."""
+        return self._held.setdefault(recipe.fqn, {})
+
+    def done(self, recipe: Recipe) -> None:
+        """Forget what the tiles of a weight shared."""
+        with self.lock:
+            self._maxima.pop(recipe.fqn, None)
+            held = self._held.pop(recipe.fqn, {})
+            self.account.add("cpu", -sum(tensor.nbytes for tensor in held.values()))
+
+    def clear(self) -> None:
+        """Give everything back."""
+        with self.lock:
+            self.constants.clear()
+            self._maxima.clear()
+            self._held.clear()

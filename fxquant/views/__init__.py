@@ -1,0 +1,1 @@
+"""Views of plans and reports for people: one self-contained HTML page."""
