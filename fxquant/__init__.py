@@ -10,8 +10,9 @@ from fxquant.parameters import meta_init
 from fxquant.plan import Plan
 from fxquant.report import Report, report
 from fxquant.target import Kernel, Limit, Refusal, Target
+from fxquant.version import VERSION
 
-__version__ = "0.1.0.dev0"
+__version__ = VERSION
 
 __all__ = [
     "Kernel",

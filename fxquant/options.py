@@ -9,12 +9,13 @@ from typing import Any, TypedDict
 import torch
 
 from fxquant import passes
-from fxquant.checkpoint import Checkpoint
+from fxquant.checkpoint import Checkpoint, ConstantsCheckpoint
 from fxquant.config import QuantConfig, make_config
 from fxquant.errors import ConfigError
 from fxquant.materialize.budget import READ_BYTES, Budgets
 from fxquant.materialize.schedule import usable_workers
 from fxquant.planner import Request
+from fxquant.stored import stored_config
 from fxquant.target import Target
 from fxquant.targets import choose_target
 
@@ -97,13 +98,16 @@ def make_request(
     place = torch.device(device if device is not None else target.device_type)
     if place.type != target.device_type:
         raise ConfigError(f"device {place} does not belong to backend {backend!r}")
-    config = options.get("config")
-    scheme = _scheme(options.get("scheme"), config, checkpoint)
+    if isinstance(checkpoint, ConstantsCheckpoint):
+        config = stored_config(checkpoint, options)
+    else:
+        scheme = _scheme(options.get("scheme"), options.get("config"), checkpoint)
+        config = make_config(scheme, options.get("config"), options.get("ignore"))
     return Request(
         backend=backend,
         device=place,
         target=target,
-        config=make_config(scheme, config, options.get("ignore")),
+        config=config,
         example_inputs=options.get("example_inputs"),
         dynamic=options.get("dynamic", True),
         key_map=options.get("key_map"),

@@ -13,6 +13,7 @@ from torch import nn
 from fxquant.capture_model import ModelCapture, capture_model, untraceable
 from fxquant.checkpoint import (
     Checkpoint,
+    ConstantsCheckpoint,
     DictCheckpoint,
     KeyEntry,
     KeyMap,
@@ -32,6 +33,7 @@ from fxquant.passes.choose_form import Decision, Use, choose_form, describe
 from fxquant.passes.weight_uses import weight_uses
 from fxquant.plan import Plan, Stored, WeightPlan
 from fxquant.scheme import Form
+from fxquant.stored import RULE, decide_stored, find_stored, match_stored
 from fxquant.target import Target
 
 WALKED = "in no captured graph, planned by module walk"
@@ -101,7 +103,7 @@ def make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request)
         whole=request.whole,
     )
     uses = _uses(model, groups, capture)
-    decisions = {group.fqn: _decide(group, uses[group.fqn], request) for group in loaded}
+    decisions = {group.fqn: _decide(group, uses[group.fqn], checkpoint, request) for group in loaded}
     _check_strict(decisions, request, capture)
     forms = {fqn: decision.form for fqn, decision in decisions.items() if decision.form is not None}
     graph = LoadGraph()
@@ -189,6 +191,9 @@ def _match_keys(
 ) -> tuple[tuple[WeightGroup, ...], KeyMap]:
     """The model's tensors, after repair of its buffers, and the keys that hold them."""
     groups = weight_groups(model)
+    if isinstance(checkpoint, ConstantsCheckpoint):
+        keymap = match_stored([group for group in groups if group.persistent], checkpoint)
+        return _repaired(model, groups, keymap, checkpoint, request)
     if checkpoint is None or checkpoint.streaming:
         entries = {g.fqn: _own_entry(g, request) for g in groups if g.persistent}
         repair_buffers(model, frozenset())
@@ -203,6 +208,18 @@ def _match_keys(
         optional=optional,
     )
     require_complete(keymap, checkpoint)
+    return _repaired(model, groups, keymap, checkpoint, request)
+
+
+def _repaired(
+    model: nn.Module,
+    groups: tuple[WeightGroup, ...],
+    keymap: KeyMap,
+    checkpoint: Checkpoint,
+    request: Request,
+) -> tuple[tuple[WeightGroup, ...], KeyMap]:
+    """The groups once buffers that no key holds have their values."""
+    wanted = [group for group in groups if group.persistent]
     held = frozenset(name for g in wanted if g.fqn in keymap.entries for name in g.fqns)
     repair_buffers(model, held)
     if request.strict and keymap.extra:
@@ -255,9 +272,13 @@ def _walked(model: nn.Module, fqn: str, capture: ModelCapture) -> list[Use]:
     return [Use(op="unknown", k_axis=None, refusal=f"use unknown: {why}")]
 
 
-def _decide(group: WeightGroup, uses: list[Use], request: Request) -> Decision:
+def _decide(group: WeightGroup, uses: list[Use], checkpoint: Checkpoint | None, request: Request) -> Decision:
     if group.is_buffer:
         return Decision(form=None, reason="buffer")
+    if isinstance(checkpoint, ConstantsCheckpoint):
+        stored = find_stored(group, checkpoint)
+        assert stored is not None
+        return decide_stored(group, stored, checkpoint, request.target)
     choice = request.config.choose(group.fqns)
     return choose_form(uses, tuple(group.tensor.shape), group.tensor.dtype, choice, request.target)
 
@@ -285,14 +306,17 @@ def _infos(entry: KeyEntry, group: WeightGroup, checkpoint: Checkpoint | None) -
 
 def _reads(group: WeightGroup, entry: KeyEntry, checkpoint: Checkpoint | None) -> Reads:
     infos = _infos(entry, group, checkpoint)
+    stored = entry.rule == RULE
     for info in infos:
-        _check_dtype(group, info, checkpoint)
+        if not stored:
+            _check_dtype(group, info, checkpoint)
     return Reads(
         keys=(*entry.keys, *entry.same),
         dtypes=tuple(info.dtype for info in infos),
         shapes=tuple(info.shape for info in infos),
         same=len(entry.same),
         convert=entry.convert,
+        stored=stored,
     )
 
 

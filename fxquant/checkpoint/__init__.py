@@ -8,39 +8,47 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from fxquant.checkpoint.base import Checkpoint, TensorInfo
+from fxquant.checkpoint.cache import Cache
+from fxquant.checkpoint.constants import ConstantsCheckpoint, StoredWeight, is_constants_folder
 from fxquant.checkpoint.keymap import KeyEntry, KeyMap, require_complete, resolve_keys
 from fxquant.checkpoint.memory import DictCheckpoint, StreamCheckpoint, StreamItem
 from fxquant.checkpoint.safetensors import FileCheckpoint, Piece, bytes_of
+from fxquant.checkpoint.writer import WeightConstants, write_constants
 from fxquant.errors import ConfigError
 
 __all__ = [
+    "Cache",
     "Checkpoint",
+    "ConstantsCheckpoint",
     "DictCheckpoint",
     "FileCheckpoint",
     "KeyEntry",
     "KeyMap",
     "Piece",
+    "StoredWeight",
     "StreamCheckpoint",
     "StreamItem",
     "TensorInfo",
+    "WeightConstants",
     "bytes_of",
     "open_checkpoint",
     "require_complete",
     "resolve_keys",
+    "write_constants",
 ]
 
 
 def open_checkpoint(ckpt: object) -> Checkpoint:
     """Open a source of weights.
 
-    ``ckpt`` is a path (a folder, a ``.safetensors`` file, a ``.json`` index of shards), a mapping
+    ``ckpt`` is a path (a folder that ``save_checkpoint`` wrote, a folder of safetensors, a ``.safetensors`` file, a ``.json`` index of shards), a mapping
     of names to tensors, an iterable of ``(name, tensor)`` pairs, or an open Checkpoint.
     """
     match ckpt:
         case Checkpoint():
             return ckpt
         case str() | os.PathLike():
-            return FileCheckpoint(ckpt)
+            return ConstantsCheckpoint(ckpt) if is_constants_folder(ckpt) else FileCheckpoint(ckpt)
         case Mapping():
             return DictCheckpoint(ckpt)
         case torch.nn.Module():

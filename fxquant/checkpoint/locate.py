@@ -103,13 +103,13 @@ def _locate_folder(folder: Path, files: Files) -> Layout:
         )
     if indexes:
         return _from_index(folder / indexes[0], files)
-    files = [name for name in names if name.endswith(".safetensors")]
-    preferred = [name for name in SINGLE_NAMES if name in files]
+    found = [name for name in names if name.endswith(".safetensors")]
+    preferred = [name for name in SINGLE_NAMES if name in found]
     if preferred:
-        files = preferred[:1]
-    if not files:
+        found = preferred[:1]
+    if not found:
         raise CheckpointFileError(_nothing_found(folder, names))
-    return Layout(folder=folder, files=tuple(files), index=None, assigned=None)
+    return Layout(folder=folder, files=tuple(found), index=None, assigned=None)
 
 
 def _nothing_found(folder: Path, names: Sequence[str]) -> str:
@@ -134,8 +134,8 @@ def _from_index(path: Path, files: Files) -> Layout:
         raise CheckpointFileError(f"{path} is not an index of shards: it has no object 'weight_map'")
     for key, file in mapping.items():
         _check_shard_name(file, f"{path}: tensor {short(key)}")
-    files = sorted(set(mapping.values()))
-    for file in files:
+    shards = sorted(set(mapping.values()))
+    for file in shards:
         if not _is_file(path.parent / file):
             count = sum(1 for shard in mapping.values() if shard == file)
             raise CheckpointFileError(
@@ -143,7 +143,7 @@ def _from_index(path: Path, files: Files) -> Layout:
                 "the download is incomplete, or the index belongs to other files (then pass the path "
                 "of the right .safetensors file)"
             )
-    return Layout(folder=path.parent, files=tuple(files), index=path, assigned=mapping)
+    return Layout(folder=path.parent, files=tuple(shards), index=path, assigned=mapping)
 
 
 def _check_shard_name(file: object, where: str) -> None:

@@ -26,8 +26,8 @@ fxq = torch.ops.fxquant
 class Reads:
     """What a recipe reads: keys with dtypes and shapes; the last ``same`` of them must equal the value.
 
-    ``convert`` makes the model's tensor of the others; None is the first as it is. Conversions with
-    an equal ``template`` attribute do the same, so that one template serves all layers.
+    ``convert`` makes the model's tensor of the others; None is the first as it is. ``stored``: the
+    reads are the constants themselves. Conversions with an equal ``template`` attribute do the same, so that one template serves all layers.
     """
 
     keys: tuple[str, ...]
@@ -35,6 +35,7 @@ class Reads:
     shapes: tuple[tuple[int, ...], ...]
     same: int = 0
     convert: Callable[..., Tensor] | None = None
+    stored: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,7 @@ class LoadGraph:
     def _find(self, fqn: str, reads: Reads, dtype: torch.dtype, form: Form | None) -> int:
         how = None if reads.convert is None else getattr(reads.convert, "template", reads.convert)
         simple = not reads.same
-        shape_key = (how, reads.dtypes, reads.shapes, dtype, form)
+        shape_key = (how, reads.stored, reads.dtypes, reads.shapes, dtype, form)
         if simple and shape_key in self._by_shape:
             return self._by_shape[shape_key]
         gm = make_template(fqn, reads, dtype=dtype, form=form)
@@ -104,6 +105,8 @@ def make_template(fqn: str, reads: Reads, *, dtype: torch.dtype, form: Form | No
     plain = len(reads.keys) - reads.same
 
     def recipe(*tensors: Tensor) -> tuple[Tensor, ...]:
+        if reads.stored:
+            return tensors
         weight = reads.convert(*tensors[:plain]) if reads.convert else tensors[0]
         for key, other in zip(reads.keys[plain:], tensors[plain:], strict=True):
             fxq.check_same(weight, other, f"{fqn}: {reads.keys[0]} and {key}")

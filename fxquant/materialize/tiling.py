@@ -55,7 +55,7 @@ class Cutter:
         self.scan = any(end.spec is not None and end.spec.block[axis] == FULL for end in self.ends)
 
     def read_bytes(self, start: int, stop: int) -> int:
-        """Bytes of ranges that rows ``start`` to ``stop`` read; NotSeparableError if there is no such tile."""
+        """Bytes of ranges that a tile of these rows reads; NotSeparableError if there is none."""
         demands, _ = walk(self.gm, self._plan(start, stop, 0)[0])
         parts = [read_part(i, node, demands[node]) for i, node in enumerate(self.inputs) if node in demands]
         return sum(part.nbytes for part in parts if part.range is not WHOLE)

@@ -1,0 +1,1 @@
+"""The parts of `python -m benchmarks.load`. Nothing here imports fxquant before a case of fxquant runs."""

@@ -1,0 +1,97 @@
+"""Planning from a folder of constants: what is stored decides the forms, and nothing is quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fxquant.checkpoint import ConstantsCheckpoint, KeyEntry, KeyMap, StoredWeight
+from fxquant.config import QuantConfig, make_config
+from fxquant.errors import ConfigError, MissingWeightError, RefusedError, WeightMismatchError
+from fxquant.parameters import WeightGroup
+from fxquant.passes.choose_form import Decision
+from fxquant.target import Refusal, Target
+
+RULE = "stored constants"
+
+
+def stored_config(checkpoint: ConstantsCheckpoint, options: Mapping[str, object]) -> QuantConfig:
+    """The config with which the folder was saved; options that ask for another one are refused."""
+    held = checkpoint.manifest_plan.get("config")
+    try:
+        if not isinstance(held, Mapping):
+            raise ConfigError("no config")
+        config = make_config(str(held["scheme"]), dict(held["config"]), held["ignore"])
+    except (ConfigError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{checkpoint.location}: its plan holds no config that can be read: {error}"
+        ) from error
+    asked = options.get("scheme")
+    given = options.get("config")
+    if isinstance(given, QuantConfig) and given == config:
+        given = None
+    if asked not in (None, "checkpoint", config.scheme) or given is not None or options.get("ignore"):
+        raise ConfigError(
+            f"{checkpoint.location} holds constants of scheme {config.scheme!r}, which are loaded as they "
+            "are: leave out scheme, config and ignore, or load the original checkpoint"
+        )
+    return config
+
+
+def match_stored(groups: Sequence[WeightGroup], checkpoint: ConstantsCheckpoint) -> KeyMap:
+    """The stored weight of each group, by any of its names."""
+    entries: dict[str, KeyEntry] = {}
+    used: set[str] = set()
+    for group in groups:
+        stored = find_stored(group, checkpoint)
+        if stored is None:
+            continue
+        used.add(stored.fqn)
+        _check_fits(group, stored, checkpoint)
+        keys = tuple(key for _, key in stored.constants)
+        entries[group.fqn] = KeyEntry(fqn=group.fqn, keys=keys, convert=None, same=(), rule=RULE)
+    lost = [g.fqn for g in groups if g.persistent and not g.is_buffer and g.fqn not in entries]
+    if lost:
+        raise MissingWeightError(
+            f"{checkpoint.location} holds no constants of {len(lost)} weights: {', '.join(lost[:10])}"
+        )
+    extra = tuple(fqn for fqn in checkpoint.weights if fqn not in used)
+    return KeyMap(entries=entries, missing=(), extra=extra, notes=())
+
+
+def find_stored(group: WeightGroup, checkpoint: ConstantsCheckpoint) -> StoredWeight | None:
+    """What is stored of a weight, under any of its names."""
+    return next((checkpoint.weights[name] for name in group.fqns if name in checkpoint.weights), None)
+
+
+def _check_fits(group: WeightGroup, stored: StoredWeight, checkpoint: ConstantsCheckpoint) -> None:
+    if (stored.dtype, stored.shape) != (group.tensor.dtype, tuple(group.tensor.shape)):
+        raise WeightMismatchError(
+            f"{checkpoint.location}: {group.fqn} was saved as {stored.dtype} {list(stored.shape)}, the model has "
+            f"{group.tensor.dtype} {list(group.tensor.shape)}; build the model as it was when it was saved"
+        )
+
+
+def decide_stored(
+    group: WeightGroup, stored: StoredWeight, checkpoint: ConstantsCheckpoint, target: Target
+) -> Decision:
+    """The stored form, if the target can run it."""
+    if stored.form is None:
+        return Decision(form=None, reason=_reason(stored, checkpoint))
+    shape = tuple(group.tensor.shape)
+    n, k = shape[::-1] if stored.form.transposed else shape
+    admitted = target.admits("fxquant::scaled_mm", n=n, k=k)
+    if isinstance(admitted, Refusal):
+        raise RefusedError(
+            f"{checkpoint.location}: {group.fqn} is stored as {stored.form}, which {target.name} cannot run: "
+            f"{admitted.reason}. Load the original checkpoint for this target"
+        )
+    return Decision(form=stored.form, reason=_reason(stored, checkpoint), asked=True)
+
+
+def _reason(stored: StoredWeight, checkpoint: ConstantsCheckpoint) -> str:
+    """The reason in the plan with which the weight was saved."""
+    rows = checkpoint.manifest_plan.get("weights")
+    for row in rows if isinstance(rows, list) else ():
+        if isinstance(row, Mapping) and row.get("fqn") == stored.fqn:
+            return str(row.get("reason", RULE))[:500]
+    return RULE
