@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from fxquant.api import compile, lower, plan
+from fxquant.api import compile, lower, plan, save_checkpoint
 from fxquant.config import QuantConfig
 from fxquant.lowered import Lowered
 from fxquant.options import Options
 from fxquant.parameters import meta_init
 from fxquant.plan import Plan
+from fxquant.reloading import reload
 from fxquant.report import Report, report
 from fxquant.target import Kernel, Limit, Refusal, Target
 from fxquant.version import VERSION
@@ -28,5 +29,7 @@ __all__ = [
     "lower",
     "meta_init",
     "plan",
+    "reload",
     "report",
+    "save_checkpoint",
 ]

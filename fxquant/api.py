@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,14 +11,16 @@ from torch import nn
 from typing_extensions import Unpack
 
 from fxquant.capture_model import untraceable
-from fxquant.checkpoint import Checkpoint, open_checkpoint
+from fxquant.checkpoint import Checkpoint, open_checkpoint, write_constants
 from fxquant.errors import ConfigError
 from fxquant.lowered import Lowered, lower_model
 from fxquant.materialize.progress import choose_progress
+from fxquant.obtain import obtain, saved_plan
 from fxquant.options import Options, make_request
 from fxquant.parameters import meta_init
 from fxquant.plan import Plan
 from fxquant.planner import make_plan
+from fxquant.runtime.constants import constants_to_save, shell_of
 from fxquant.runtime.shell import Shell, install_weights
 from fxquant.runtime.state import RunState
 
@@ -32,25 +35,27 @@ def plan(model: ModelOrFactory, ckpt: Any = None, **options: Unpack[Options]) ->
     ``(name, tensor)``; None plans from the model's own sizes. ``options``: see ``Options``.
     Allocates no weights. Raises what ``compile`` would raise before loading.
     """
-    checkpoint = _opened(ckpt)
+    checkpoint = _opened(ckpt, options)
     return make_plan(_built(model), checkpoint, make_request(checkpoint, options)).plan
 
 
-def compile(model: ModelOrFactory, ckpt: Any, **options: Unpack[Options]) -> nn.Module:
+def compile(model: ModelOrFactory, ckpt: Any = None, **options: Unpack[Options]) -> nn.Module:
     """Plan, load, quantize and place; returns the same module object, ready to run.
 
     Arguments as for ``plan``. Nothing of ``model`` changes before every weight is loaded, so an
     error leaves it as it was. Keep the plan as ``model.fxquant_plan``; see ``fxquant.report``.
     """
-    checkpoint = _opened(ckpt)
-    if checkpoint is None:
-        raise ConfigError("compile needs a checkpoint; for a live model pass its state_dict()")
+    checkpoint = _opened(ckpt, options)
     request = make_request(checkpoint, options)
     module = _built(model)
     planned = make_plan(module, checkpoint, request)
-    progress = choose_progress(options.get("progress"))
-    with checkpoint:
-        loaded = planned.load(checkpoint, report=progress)
+    loaded = obtain(
+        planned,
+        checkpoint,
+        weights=options.get("weights", "checkpoint"),
+        cache_dir=options.get("cache_dir"),
+        report=choose_progress(options.get("progress")),
+    )
     kernel = request.target.kernels.get("fxquant::scaled_mm")
     state = RunState(strict=request.strict, kernel=kernel.op if kernel else "")
     install_weights(module, planned.groups, planned.forms, loaded.constants, state)
@@ -74,10 +79,38 @@ def lower(model: ModelOrFactory, ckpt: Any = None, **options: Unpack[Options]) -
     Arguments as for ``plan``. The model must export as one graph, else ``CaptureError``. Call
     ``materialize()`` on the result, then the result itself like the model.
     """
-    checkpoint = _opened(ckpt)
+    checkpoint = _opened(ckpt, options)
     request = make_request(checkpoint, options, whole=True)
     module = _built(model)
     return lower_model(module, checkpoint, make_plan(module, checkpoint, request), request)
+
+
+def save_checkpoint(
+    model: nn.Module, path: str | os.PathLike[str], format: str = "fxquant", *, overwrite: bool = False
+) -> None:
+    """Write the constants of a compiled model to a new folder, which ``compile`` loads with plain reads.
+
+    ``format``: ``"fxquant"``, safetensors files and a manifest with the plan and digests; the model's
+    ``config.json`` goes along where it has one. Constants are written from where they are, without a
+    copy. The folder appears only when it is complete; with ``overwrite=True`` it replaces one that
+    this function wrote. On an error nothing is left behind and nothing is changed.
+    """
+    if format != "fxquant":
+        raise ConfigError(f"format={format!r}: the only format that is written is 'fxquant'")
+    weights = constants_to_save(model)
+    plan = saved_plan(model.__dict__["fxquant_plan"])
+    with shell_of(model).gate.forward():  # no reload meanwhile
+        write_constants(path, weights, plan, overwrite=overwrite, extras=_configs(model))
+
+
+def _configs(model: nn.Module) -> dict[str, bytes]:
+    """The files that describe a transformers model beside its weights."""
+    found = {}
+    for attribute, name in (("config", "config.json"), ("generation_config", "generation_config.json")):
+        to_text = getattr(getattr(model, attribute, None), "to_json_string", None)
+        if to_text is not None:
+            found[name] = to_text().encode()
+    return found
 
 
 def _built(model: ModelOrFactory) -> nn.Module:
@@ -87,5 +120,6 @@ def _built(model: ModelOrFactory) -> nn.Module:
         return model()
 
 
-def _opened(ckpt: Any) -> Checkpoint | None:
-    return None if ckpt is None else open_checkpoint(ckpt)
+def _opened(ckpt: Any, options: Options) -> Checkpoint | None:
+    mapped = options.get("reader") == "mmap"
+    return None if ckpt is None else open_checkpoint(ckpt, mapped=mapped)

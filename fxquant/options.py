@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypedDict
@@ -12,6 +13,7 @@ from fxquant import passes
 from fxquant.checkpoint import Checkpoint, ConstantsCheckpoint
 from fxquant.config import QuantConfig, make_config
 from fxquant.errors import ConfigError
+from fxquant.loading import LoadOptions
 from fxquant.materialize.budget import READ_BYTES, Budgets
 from fxquant.materialize.schedule import usable_workers
 from fxquant.planner import Request
@@ -40,7 +42,13 @@ class Options(TypedDict, total=False):
       device: bytes, or text such as ``"2GiB"``. ``BudgetError`` tells the smallest that can be kept.
     - ``load_workers``: threads that load; default: torch's threads, at most 8.
     - ``read_bytes``: size of one read (default ``"2MiB"``); larger is better on network disks.
-    - ``reader``: ``"pread"`` (default: positioned reads) or ``"mmap"``.
+    - ``reader``: ``"pread"`` (default: positioned reads) or ``"mmap"`` (a mapping of the files: no
+      copy, but the pages that are mapped count as the process's memory, and a file that is cut short
+      meanwhile kills it).
+    - ``weights``: ``"checkpoint"`` (default) or ``"dummy"``: made-up constants of the planned forms and
+      sizes, for profiling; no weight is read, and the checkpoint may be left out.
+    - ``cache_dir``: a folder that keeps constants between starts. The second start with the same files
+      and the same plan only reads them. For checkpoints in files.
     """
 
     backend: str
@@ -61,13 +69,13 @@ class Options(TypedDict, total=False):
     load_workers: int | None
     read_bytes: int | str | None
     reader: str
+    weights: str
+    cache_dir: str | os.PathLike[str] | None
 
 
 RESERVED = (
     "wide",
     "placement",
-    "weights",
-    "cache_dir",
     "max_error",
     "rotate",
 )
@@ -89,6 +97,8 @@ def make_request(
 ) -> Request:
     """The checked arguments of planning."""
     check_options(options)
+    _check_choice("reader", options, ("pread", "mmap"))
+    _check_choice("weights", options, ("checkpoint", "dummy"))
     disabled = tuple(options.get("disable_passes", ()))
     if not set(disabled) <= set(passes.NAMES):
         raise ConfigError(f"disable_passes: {disabled}; the passes are {', '.join(passes.NAMES)}")
@@ -114,6 +124,19 @@ def make_request(
         strict=options.get("strict", False),
         disable_passes=disabled,
         whole=whole,
+        load=load_options(options),
+    )
+
+
+def _check_choice(name: str, options: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    value = options.get(name, known[0])
+    if value not in known:
+        raise ConfigError(f"{name}={value!r}: expected one of {', '.join(map(repr, known))}")
+
+
+def load_options(options: Mapping[str, Any]) -> LoadOptions:
+    """The checked arguments of loading."""
+    return LoadOptions(
         budgets=Budgets(
             host=parse_bytes("host_budget", options.get("host_budget")),
             device=parse_bytes("device_budget", options.get("device_budget")),

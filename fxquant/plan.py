@@ -5,12 +5,16 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from fxquant.errors import ConfigError
 from fxquant.timeline import Moment
+from fxquant.version import VERSION
+from fxquant.views.html import write_page
 
 FORMAT = 1
 """Version of the JSON."""
@@ -147,6 +151,16 @@ class Plan:
         )
         return "\n".join(lines)
 
+    @property
+    def constants_hash(self) -> str:
+        """A digest of all that decides the values of the constants: with the files, the cache's key."""
+        rows = [
+            (w.fqn, w.shape, w.dtype, w.form, w.rule, [asdict(s) for s in (*w.stored, *w.same)])
+            for w in self.weights
+        ]
+        text = json.dumps([FORMAT, VERSION, self.checkpoint, rows], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
     def summary(self) -> str:
         """The plan in a few lines."""
         count = f"{len(self.quantized)} of {len(self.weights)} weights quantized"
@@ -183,6 +197,10 @@ class Plan:
             "  ".join([*(c.ljust(w) for c, w in zip(row[:5], widths, strict=True)), row[5]]) for row in rows
         ]
         return "\n".join([self.summary(), "", *table])
+
+    def to_html(self, path: str | os.PathLike[str]) -> Path:
+        """Write the plan as one page for a browser, which needs no network; returns its path."""
+        return write_page(path, self)
 
     def to_json(self) -> str:
         """Canonical JSON: sorted keys, one text for equal plans."""

@@ -14,7 +14,6 @@ from fxquant.capture_model import ModelCapture, capture_model, untraceable
 from fxquant.checkpoint import (
     Checkpoint,
     ConstantsCheckpoint,
-    DictCheckpoint,
     KeyEntry,
     KeyMap,
     TensorInfo,
@@ -22,18 +21,25 @@ from fxquant.checkpoint import (
     resolve_keys,
 )
 from fxquant.config import QuantConfig
-from fxquant.errors import ExtraWeightError, RefusedError, WeightMismatchError
-from fxquant.materialize.budget import READ_BYTES, Budgets, choose_schedule
+from fxquant.errors import ExtraWeightError, RefusedError
+from fxquant.loading import (
+    LoadOptions,
+    add_recipe,
+    describe_loading,
+    is_in_memory,
+    schedule_for,
+    stored_infos,
+)
 from fxquant.materialize.execute import Loaded, materialize
 from fxquant.materialize.progress import Report
-from fxquant.materialize.recipes import LoadGraph, Reads, result_vals
-from fxquant.materialize.schedule import Schedule, Scheduler, Settings
+from fxquant.materialize.recipes import LoadGraph
+from fxquant.materialize.schedule import Schedule, Scheduler
 from fxquant.parameters import WeightGroup, owner_of, repair_buffers, weight_groups
 from fxquant.passes.choose_form import Decision, Use, choose_form, describe
 from fxquant.passes.weight_uses import weight_uses
 from fxquant.plan import Plan, Stored, WeightPlan
 from fxquant.scheme import Form
-from fxquant.stored import RULE, decide_stored, find_stored, match_stored
+from fxquant.stored import decide_stored, find_stored, match_stored
 from fxquant.target import Target
 
 WALKED = "in no captured graph, planned by module walk"
@@ -53,9 +59,7 @@ class Request:
     strict: bool = False
     disable_passes: tuple[str, ...] = ()
     whole: bool = False
-    budgets: Budgets = field(default_factory=Budgets)
-    workers: int = 1
-    read_bytes: int = READ_BYTES
+    load: LoadOptions = field(default_factory=LoadOptions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +72,7 @@ class Planned:
     forms: Mapping[str, Form]
     graph: LoadGraph
     schedule: Schedule
+    in_memory: bool
     capture: ModelCapture
     names: Mapping[str, str]
     """Every name under which a stream may bring a key -> the key."""
@@ -75,13 +80,17 @@ class Planned:
     def load(self, checkpoint: Checkpoint, *, report: Report | None = None) -> Loaded:
         """Make the constants; buffers that a stream does not bring keep the values they have."""
         buffers = {group.fqn: group for group in self.groups if group.is_buffer}
+        schedule = self.schedule
+        if is_in_memory(checkpoint) != self.in_memory:  # another kind of source than was planned with
+            scheduler = Scheduler(self.graph, checkpoint.infos)
+            schedule = schedule_for(scheduler, checkpoint, self.request.device, self.request.load)
         loaded = materialize(
             self.graph,
-            self.schedule,
+            schedule,
             checkpoint,
             names=self.names,
             optional=buffers,
-            budget=self.request.budgets.by_device(self.request.device.type).get("cpu"),
+            budget=self.request.load.budgets.by_device(self.request.device.type).get("cpu"),
             device=self.request.device,
             report=report,
         )
@@ -108,11 +117,9 @@ def make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request)
     forms = {fqn: decision.form for fqn, decision in decisions.items() if decision.form is not None}
     graph = LoadGraph()
     for group in loaded:
-        reads = _reads(group, keymap.entries[group.fqn], checkpoint)
-        graph.add(group.fqn, reads, dtype=group.tensor.dtype, form=forms.get(group.fqn))
-        _check_shape(graph, group, forms.get(group.fqn), reads, checkpoint)
+        add_recipe(graph, group, keymap.entries[group.fqn], checkpoint, forms.get(group.fqn))
     scheduler = Scheduler(graph, checkpoint.infos if checkpoint else {})
-    schedule = _schedule(scheduler, checkpoint, request)
+    schedule = schedule_for(scheduler, checkpoint, request.device, request.load)
     rows = _rows(loaded, keymap, checkpoint, decisions, uses, scheduler, schedule)
     plan = Plan(
         backend=request.backend,
@@ -130,7 +137,7 @@ def make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request)
         notes=(*keymap.notes, *_run_notes(model, capture)),
         predicted_peak=schedule.peak,
         timeline=schedule.timeline,
-        loading=_loading(schedule, checkpoint, request),
+        loading=describe_loading(schedule, checkpoint, request.load),
     )
     names = {name: keymap.entries[g.fqn].keys[0] for g in loaded for name in g.fqns}
     return Planned(
@@ -140,36 +147,10 @@ def make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request)
         forms=forms,
         graph=graph,
         schedule=schedule,
+        in_memory=is_in_memory(checkpoint),
         capture=capture,
         names=names,
     )
-
-
-def _schedule(scheduler: Scheduler, checkpoint: Checkpoint | None, request: Request) -> Schedule:
-    streaming = checkpoint is not None and checkpoint.streaming
-    settings = Settings(
-        workers=1 if streaming else request.workers,
-        tile_bytes=request.read_bytes,
-        device=request.device.type,
-        in_memory=streaming or isinstance(checkpoint, DictCheckpoint),
-    )
-    # What a stream holds back depends on its order, so its budget is kept while it comes.
-    return choose_schedule(scheduler, settings, Budgets() if streaming else request.budgets)
-
-
-def _loading(schedule: Schedule, checkpoint: Checkpoint | None, request: Request) -> dict[str, Any]:
-    """How the weights will be read, for the plan."""
-    source = "none" if checkpoint is None else checkpoint.kind
-    return {
-        "source": source,
-        "workers": schedule.workers,
-        "reads": schedule.reads,
-        "read_bytes": schedule.tile_bytes,
-        "buffer_bytes": schedule.workers * (schedule.buffer_bytes + schedule.scratch_bytes),
-        "order": schedule.order,
-        "host_budget": request.budgets.host,
-        "device_budget": request.budgets.device,
-    }
 
 
 def _json_config(config: QuantConfig) -> dict[str, Any]:
@@ -294,60 +275,6 @@ def _check_strict(decisions: Mapping[str, Decision], request: Request, capture: 
         raise RefusedError("strict: the model was not traced; pass example_inputs=...")
 
 
-def _infos(entry: KeyEntry, group: WeightGroup, checkpoint: Checkpoint | None) -> list[TensorInfo]:
-    """What is known of the entry's keys; without a checkpoint, the model's own dtype and shape."""
-    keys = (*entry.keys, *entry.same)
-    if checkpoint is not None and not checkpoint.streaming:
-        return [checkpoint.info(key) for key in keys]
-    tensor = group.tensor
-    own = {"dtype": tensor.dtype, "shape": tuple(tensor.shape), "nbytes": tensor.nbytes}
-    return [TensorInfo(key=key, file=None, offset=None, **own) for key in keys]  # type: ignore[arg-type]
-
-
-def _reads(group: WeightGroup, entry: KeyEntry, checkpoint: Checkpoint | None) -> Reads:
-    infos = _infos(entry, group, checkpoint)
-    stored = entry.rule == RULE
-    for info in infos:
-        if not stored:
-            _check_dtype(group, info, checkpoint)
-    return Reads(
-        keys=(*entry.keys, *entry.same),
-        dtypes=tuple(info.dtype for info in infos),
-        shapes=tuple(info.shape for info in infos),
-        same=len(entry.same),
-        convert=entry.convert,
-        stored=stored,
-    )
-
-
-def _check_dtype(group: WeightGroup, info: TensorInfo, checkpoint: Checkpoint | None) -> None:
-    """Floats may be cast to floats; everything else must be stored as the model has it."""
-    wide = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    wanted = group.tensor.dtype
-    if info.dtype == wanted or (info.dtype in wide and wanted in wide):
-        return
-    where = f"{info.file or (checkpoint.location if checkpoint else 'model')}: tensor {info.key!r}"
-    raise WeightMismatchError(
-        f"{where} is stored as {info.dtype}, but {group.fqn} is {wanted}. If the checkpoint is quantized, "
-        "its format is not read yet: give a float checkpoint."
-    )
-
-
-def _check_shape(
-    graph: LoadGraph, group: WeightGroup, form: Form | None, reads: Reads, checkpoint: Checkpoint | None
-) -> None:
-    gm = graph.templates[graph.recipes[-1].template]
-    got = tuple(result_vals(gm)[0].shape)
-    got = got[::-1] if form is not None and form.transposed else got
-    if got != tuple(group.tensor.shape):
-        where = checkpoint.location if checkpoint else "model"
-        stored = ", ".join(f"{k} {list(s)}" for k, s in zip(reads.keys, reads.shapes, strict=True))
-        raise WeightMismatchError(
-            f"{where}: {group.fqn} has shape {list(group.tensor.shape)}, the checkpoint gives {list(got)} "
-            f"(from {stored}). Check that the model's config belongs to this checkpoint."
-        )
-
-
 def _rows(
     groups: tuple[WeightGroup, ...],
     keymap: KeyMap,
@@ -362,7 +289,7 @@ def _rows(
     rows = []
     for group in groups:
         entry, decision, recipe = keymap.entries[group.fqn], decisions[group.fqn], recipes[group.fqn]
-        stored = [_stored(info) for info in _infos(entry, group, checkpoint)]
+        stored = [_stored(info) for info in stored_infos(entry, group, checkpoint)]
         count = len(entry.keys)
         tiling = scheduler.tiling(recipe.template, schedule.tile_bytes)
         rows.append(

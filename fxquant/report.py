@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import nn
 
@@ -14,6 +16,7 @@ from fxquant.plan import MIB, Plan
 from fxquant.runtime.quantized_weight import QuantizedWeight
 from fxquant.runtime.state import RunState
 from fxquant.timeline import Moment
+from fxquant.views.html import write_page
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +25,7 @@ class Report:
 
     ``timeline`` is the memory while loading, and ``measured_anonymous`` the peak of the process's
     anonymous resident memory over what it was before (None where the system does not tell).
+    ``origin`` says where the constants come from: the checkpoint, the cache, or made up.
     ``graphs``: compiled graphs by frame; ``recompiles``: those beyond the first of a frame;
     ``rewritten``: linear ops rewritten in them; ``eager_linears``: quantized calls outside of
     compiled graphs; ``fallbacks``: uses of quantized weights that computed with float values, by
@@ -34,6 +38,7 @@ class Report:
     timeline: tuple[Moment, ...]
     load_seconds: float
     read_bytes: int
+    origin: str
     graphs: Mapping[str, int]
     recompiles: int
     rewritten: int
@@ -57,13 +62,18 @@ class Report:
         """Bytes of all weights in the model's own dtypes."""
         return self.plan.float_bytes
 
+    def to_html(self, path: str | os.PathLike[str]) -> Path:
+        """Write plan and report as one page for a browser, which needs no network; returns its path."""
+        return write_page(path, self.plan, self)
+
     def __str__(self) -> str:
         peaks = ", ".join(f"{size / MIB:.1f} MiB on {device}" for device, size in self.measured_peak.items())
         before, after = self.float_bytes / MIB, self.resident_bytes / MIB
         read, graphs = self.read_bytes / MIB, sum(self.graphs.values())
         lines = [
             f"{self.quantized} quantized weights, {before:.1f} -> {after:.1f} MiB",
-            f"loaded {read:.1f} MiB in {self.load_seconds:.2f} s, measured peak {peaks}",
+            f"loaded {read:.1f} MiB in {self.load_seconds:.2f} s, measured peak {peaks}, "
+            f"from {self.origin}",
             f"{graphs} graphs over {len(self.graphs)} frames, {self.rewritten} linears rewritten in them",
             f"{self.eager_linears} quantized calls outside of graphs, {self.fallbacks} fallbacks",
             *(f"  fallback: {site} x{count}" for site, count in self.fallback_sites.items()),
@@ -90,6 +100,7 @@ def report(model: nn.Module) -> Report:
         timeline=loaded.timeline,
         load_seconds=loaded.seconds,
         read_bytes=loaded.read_bytes,
+        origin=loaded.origin,
         graphs=dict(state.graphs),
         recompiles=state.recompiles,
         rewritten=state.rewritten,

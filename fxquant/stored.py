@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from fxquant.checkpoint import ConstantsCheckpoint, KeyEntry, KeyMap, StoredWeight
 from fxquant.config import QuantConfig, make_config
-from fxquant.errors import ConfigError, MissingWeightError, RefusedError, WeightMismatchError
+from fxquant.errors import (
+    ConfigError,
+    MissingWeightError,
+    RefusedError,
+    WeightMismatchError,
+)
 from fxquant.parameters import WeightGroup
 from fxquant.passes.choose_form import Decision
 from fxquant.target import Refusal, Target
@@ -17,10 +23,9 @@ RULE = "stored constants"
 def stored_config(checkpoint: ConstantsCheckpoint, options: Mapping[str, object]) -> QuantConfig:
     """The config with which the folder was saved; options that ask for another one are refused."""
     held = checkpoint.manifest_plan.get("config")
+    parts: Any = held if isinstance(held, Mapping) else {}
     try:
-        if not isinstance(held, Mapping):
-            raise ConfigError("no config")
-        config = make_config(str(held["scheme"]), dict(held["config"]), held["ignore"])
+        config = make_config(str(parts["scheme"]), dict(parts["config"]), parts["ignore"])
     except (ConfigError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{checkpoint.location}: its plan holds no config that can be read: {error}"
@@ -66,8 +71,8 @@ def find_stored(group: WeightGroup, checkpoint: ConstantsCheckpoint) -> StoredWe
 def _check_fits(group: WeightGroup, stored: StoredWeight, checkpoint: ConstantsCheckpoint) -> None:
     if (stored.dtype, stored.shape) != (group.tensor.dtype, tuple(group.tensor.shape)):
         raise WeightMismatchError(
-            f"{checkpoint.location}: {group.fqn} was saved as {stored.dtype} {list(stored.shape)}, the model has "
-            f"{group.tensor.dtype} {list(group.tensor.shape)}; build the model as it was when it was saved"
+            f"{checkpoint.location}: {group.fqn} was saved as {stored.dtype} {list(stored.shape)}, the model "
+            f"has {group.tensor.dtype} {list(group.tensor.shape)}; build it as it was when it was saved"
         )
 
 

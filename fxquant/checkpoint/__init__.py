@@ -11,6 +11,7 @@ from fxquant.checkpoint.base import Checkpoint, TensorInfo
 from fxquant.checkpoint.cache import Cache
 from fxquant.checkpoint.constants import ConstantsCheckpoint, StoredWeight, is_constants_folder
 from fxquant.checkpoint.keymap import KeyEntry, KeyMap, require_complete, resolve_keys
+from fxquant.checkpoint.mapped import MappedCheckpoint
 from fxquant.checkpoint.memory import DictCheckpoint, StreamCheckpoint, StreamItem
 from fxquant.checkpoint.safetensors import FileCheckpoint, Piece, bytes_of
 from fxquant.checkpoint.writer import WeightConstants, write_constants
@@ -24,6 +25,7 @@ __all__ = [
     "FileCheckpoint",
     "KeyEntry",
     "KeyMap",
+    "MappedCheckpoint",
     "Piece",
     "StoredWeight",
     "StreamCheckpoint",
@@ -38,17 +40,20 @@ __all__ = [
 ]
 
 
-def open_checkpoint(ckpt: object) -> Checkpoint:
-    """Open a source of weights.
+def open_checkpoint(ckpt: object, *, mapped: bool = False) -> Checkpoint:
+    """Open a source of weights; ``mapped`` reads safetensors through a mapping of the files.
 
-    ``ckpt`` is a path (a folder that ``save_checkpoint`` wrote, a folder of safetensors, a ``.safetensors`` file, a ``.json`` index of shards), a mapping
+    ``ckpt`` is a path (a folder that ``save_checkpoint`` wrote, a folder of safetensors, a
+     ``.safetensors`` file, a ``.json`` index of shards), a mapping
     of names to tensors, an iterable of ``(name, tensor)`` pairs, or an open Checkpoint.
     """
     match ckpt:
         case Checkpoint():
             return ckpt
         case str() | os.PathLike():
-            return ConstantsCheckpoint(ckpt) if is_constants_folder(ckpt) else FileCheckpoint(ckpt)
+            if is_constants_folder(ckpt):
+                return ConstantsCheckpoint(ckpt)
+            return MappedCheckpoint(ckpt) if mapped else FileCheckpoint(ckpt)
         case Mapping():
             return DictCheckpoint(ckpt)
         case torch.nn.Module():

@@ -46,6 +46,9 @@ FILE_METADATA: Mapping[str, str] = MappingProxyType({"format": "pt", "fxquant": 
 FLOAT = "float"
 """The form, in the manifest, of a weight that is kept as it is."""
 
+EXTRA_FILES = ("config.json", "generation_config.json")
+"""Other files that may lie in the folder, written along with the constants."""
+
 _FILE_NAME = re.compile(r"constants-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
@@ -155,7 +158,7 @@ def is_constants_folder(path: str | os.PathLike[str]) -> bool:
 
 def is_own_file(name: str) -> bool:
     """Whether a folder of constants has files of this name."""
-    return name == MANIFEST or _FILE_NAME.fullmatch(name) is not None
+    return name in (MANIFEST, *EXTRA_FILES) or _FILE_NAME.fullmatch(name) is not None
 
 
 def expected_constants(

@@ -17,11 +17,13 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from fxquant.checkpoint.constants import (
+    EXTRA_FILES,
     FILE_METADATA,
     MANIFEST,
     StoredWeight,
@@ -69,18 +71,22 @@ def write_constants(
     plan: Mapping[str, object],
     *,
     overwrite: bool = False,
+    extras: Mapping[str, bytes] = MappingProxyType({}),
     shard_bytes: int = SHARD_BYTES,
     files: Files = OS_FILES,
 ) -> None:
     """Write ``weights`` (by FQN) and ``plan`` (anything that JSON can hold) to a new folder.
 
     A contiguous tensor on the CPU is written straight from its memory, any other through one buffer
-    of ``DIGEST_BYTES``. Tensors must not be written to meanwhile: the digests would not fit.
+    of ``DIGEST_BYTES``. Tensors must not be written to meanwhile: the digests would not fit. ``extras``
+    are small files of ``EXTRA_FILES`` that go along.
 
     The folder must not exist; with ``overwrite=True`` a folder of constants that holds nothing else is
     replaced once the new one is complete. ConfigError: what was given cannot be stored.
     CheckpointFileError: the system failed; then nothing was changed and nothing is left behind.
     """
+    if not set(extras) <= set(EXTRA_FILES):
+        raise ConfigError(f"extras are {sorted(extras)}, expected some of {', '.join(EXTRA_FILES)}")
     if shard_bytes < 1:
         raise ConfigError(f"shard_bytes is {shard_bytes}, expected at least 1")
     target = Path(folder).absolute()
@@ -99,6 +105,8 @@ def write_constants(
             output = _Output(files, aside / name, target / name)
             parts = {key: tensors[key] for key in shard}
             sizes[name] = output.write_tensors(header, parts, digests)
+        for name, content in extras.items():
+            _Output(files, aside / name, target / name).write_tensors(content, {}, digests)
         manifest = _manifest(plan, stored, sizes, digests)
         _Output(files, aside / MANIFEST, target / MANIFEST).write_tensors(manifest, {}, digests)
         with _explain(f"the folder {target} could not be brought to the disk"):

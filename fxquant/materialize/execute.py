@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fxquant.checkpoint import Checkpoint, FileCheckpoint, StreamCheckpoint
+from fxquant.checkpoint import Checkpoint, FileCheckpoint, MappedCheckpoint, StreamCheckpoint
 from fxquant.errors import FxquantError
 from fxquant.materialize.meter import Account, LiveBytes, anonymous_bytes
 from fxquant.materialize.progress import Progress, Report
@@ -43,6 +43,7 @@ class Loaded:
     seconds: float
     read_bytes: int
     timeline: tuple[Moment, ...] = ()
+    origin: str = "the checkpoint"
 
 
 def materialize(
@@ -216,7 +217,7 @@ class Load:
 
     def _do(self, batch: Batch, worker: Worker) -> None:
         own = Buffer(batch.buffer_bytes, self.account) if batch.own else None
-        if isinstance(self.checkpoint, FileCheckpoint):
+        if isinstance(self.checkpoint, FileCheckpoint) and not isinstance(self.checkpoint, MappedCheckpoint):
             tensors = read_batch(batch, self.checkpoint, self.store, own or worker.buffer)
             for job, reads in zip(batch.jobs, tensors, strict=True):
                 if job.tile.direct is None:
@@ -226,6 +227,14 @@ class Load:
         else:
             for job in batch.jobs:
                 self._from_memory(job, worker.scratch)
+        if isinstance(self.checkpoint, MappedCheckpoint):
+            self.checkpoint.forget(
+                [
+                    (job.recipe.keys[part.index], part.start, part.stop)
+                    for job in batch.jobs
+                    for part in job.tile.reads
+                ]
+            )
         if own is not None:
             own.close()
 

@@ -26,8 +26,9 @@ fxq = torch.ops.fxquant
 class Reads:
     """What a recipe reads: keys with dtypes and shapes; the last ``same`` of them must equal the value.
 
-    ``convert`` makes the model's tensor of the others; None is the first as it is. ``stored``: the
-    reads are the constants themselves. Conversions with an equal ``template`` attribute do the same, so that one template serves all layers.
+    ``convert`` makes the model's tensor of the others; None is the first as it is. Conversions with
+    an equal ``template`` attribute do the same, so that one template serves all layers. ``stored``:
+    the reads are the constants themselves.
     """
 
     keys: tuple[str, ...]

@@ -114,7 +114,7 @@ class Scheduler:
             buffer_bytes=buffer_bytes,
             scratch_bytes=scratch,
             order=settings.order,
-            reads=sum(1 for _ in self._runs(batches)),
+            reads=0 if settings.in_memory else sum(1 for _ in self._runs(batches)),
             device=settings.device,
         )
         return replace(draft, timeline=thin(self._predict(draft, in_memory=settings.in_memory)))

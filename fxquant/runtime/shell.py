@@ -19,6 +19,7 @@ from fxquant.errors import QuantizedWeightError
 from fxquant.ops import FLOATS
 from fxquant.parameters import WeightGroup, owner_of
 from fxquant.runtime.backend import Compiled, ModelBackend
+from fxquant.runtime.gate import Gate
 from fxquant.runtime.quantized_weight import QuantizedWeight, keep_out_of_dynamo
 from fxquant.runtime.state import RunState
 from fxquant.scheme import Form
@@ -71,7 +72,7 @@ def refuse_save_pretrained(*args: Any, **kwargs: Any) -> None:
     """Stands for ``save_pretrained`` on a quantized model."""
     raise QuantizedWeightError(
         "save_pretrained writes float checkpoints, and this model holds quantized constants. "
-        "Keep the original checkpoint, or save the constants with torch.save(model.state_dict(), path)."
+        "Keep the original checkpoint, or save the constants with fxquant.save_checkpoint(model, path)."
     )
 
 
@@ -153,11 +154,13 @@ class Shell:
         self.state = state
         self.traceable = traceable
         self.disable_passes = disable_passes
+        self.gate = Gate()
+        call = model._call_impl
         if traceable:
             keep_out_of_dynamo()
             backend = ModelBackend(target, inner, state, disable_passes)
-            compiled = torch.compile(_entry(model), backend=backend, dynamic=dynamic, **_limit())
-            model.__dict__["_compiled_call_impl"] = _with_settings(compiled)
+            call = torch.compile(_entry(model), backend=backend, dynamic=dynamic, **_limit())
+        model.__dict__["_compiled_call_impl"] = _with_settings(call, self.gate)
 
     def _settings(self) -> dict[str, Any]:
         names = ("target", "inner", "dynamic", "traceable", "disable_passes")
@@ -174,8 +177,8 @@ class Shell:
         self.__init__(settings.pop("model"), **settings)  # type: ignore[misc]
 
 
-def _with_settings(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Call ``compiled`` under the settings that its tracing needs.
+def _with_settings(compiled: Callable[..., Any], gate: Gate) -> Callable[..., Any]:
+    """Call ``compiled`` under the settings that its tracing needs, and not during a reload.
 
     Guards on module hooks, which Dynamo leaves out by default: a hook that is added or removed after
     the first call must count. No opaque fast path for attention: its linears would not be seen.
@@ -184,7 +187,11 @@ def _with_settings(compiled: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return compiled(*args, **kwargs)
-        with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False), quiet_fast_paths():
+        with (
+            gate.forward(),
+            torch._dynamo.config.patch(skip_nnmodule_hook_guards=False),
+            quiet_fast_paths(),
+        ):
             return compiled(*args, **kwargs)
 
     return call
