@@ -130,7 +130,7 @@ scaled_mm.register_fake(fake_scaled_mm)
 
 @torch.library.custom_op("fxquant::quantize_weight", mutates_args=())
 def quantize_weight(w: Tensor, spec: str) -> tuple[Tensor, Tensor]:
-    """Codes ``[N, K]`` and scale ``[N, 1]`` of a float weight ``[N, K]``."""
+    """Codes ``[N, K]`` of a float weight ``[N, K]`` and a scale for each block: ``[N, 1]`` per channel."""
     _check_weight(w)
     return numerics.quantize_weight(w, QuantSpec.parse(spec))
 
@@ -143,9 +143,11 @@ def _check_weight(w: Tensor) -> None:
 @quantize_weight.register_fake
 def _(w: Tensor, spec: str) -> tuple[Tensor, Tensor]:
     _check_weight(w)
-    numerics.check_per_row(QuantSpec.parse(spec))
+    parsed = QuantSpec.parse(spec)
+    numerics.check_weight_spec(parsed)
     codes = torch.empty(w.shape, dtype=torch.int8, device=w.device)
-    return codes, torch.empty((w.shape[0], 1), dtype=torch.float32, device=w.device)
+    shape = numerics.scale_shape((w.shape[0], w.shape[1]), parsed)
+    return codes, torch.empty(shape, dtype=torch.float32, device=w.device)
 
 
 @torch.library.custom_op("fxquant::dequantize_weight", mutates_args=())

@@ -69,11 +69,14 @@ class Report:
     def __str__(self) -> str:
         peaks = ", ".join(f"{size / MIB:.1f} MiB on {device}" for device, size in self.measured_peak.items())
         before, after = self.float_bytes / MIB, self.resident_bytes / MIB
+        anonymous = ""
+        if self.measured_anonymous is not None:
+            anonymous = f"; the process grew by {self.measured_anonymous / MIB:.1f} MiB of anonymous memory"
         read, graphs = self.read_bytes / MIB, sum(self.graphs.values())
         lines = [
             f"{self.quantized} quantized weights, {before:.1f} -> {after:.1f} MiB",
-            f"loaded {read:.1f} MiB in {self.load_seconds:.2f} s, measured peak {peaks}, "
-            f"from {self.origin}",
+            f"loaded {read:.1f} MiB in {self.load_seconds:.2f} s from {self.origin}",
+            f"measured peak {peaks}{anonymous}",
             f"{graphs} graphs over {len(self.graphs)} frames, {self.rewritten} linears rewritten in them",
             f"{self.eager_linears} quantized calls outside of graphs, {self.fallbacks} fallbacks",
             *(f"  fallback: {site} x{count}" for site, count in self.fallback_sites.items()),

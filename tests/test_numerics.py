@@ -154,8 +154,21 @@ def test_spec_text_round_trip(text: str) -> None:
     assert str(QuantSpec.parse(text)) == text
 
 
-@pytest.mark.parametrize("spec", ["int4[1,*]", "int8[1,128]", "int8[*,*]"])
-def test_specs_without_numerics_are_refused(spec: str) -> None:
-    for quantize in (quantize_weight, quantize_act):
+def test_specs_without_numerics_are_refused() -> None:
+    for spec in ("int4[1,*]", "int8[1,128]", "int8[*,*]"):
         with pytest.raises(NotImplementedError, match="int"):
-            quantize(torch.ones(2, 128), QuantSpec.parse(spec))
+            quantize_act(torch.ones(2, 128), QuantSpec.parse(spec))
+    with pytest.raises(NotImplementedError, match="int4"):
+        quantize_weight(torch.ones(2, 128), QuantSpec.parse("int4[1,*]"))
+
+
+@pytest.mark.parametrize("block", [(1, 32), (16, 0), (16, 32), (0, 0), (0, 32), (128, 128)])
+def test_blocks_of_a_weight(block: tuple[int, int]) -> None:
+    """A scale for each block, whatever its sides; tiles of rows change nothing."""
+    w = torch.randn(256, 128, generator=torch.Generator().manual_seed(0))
+    codes, scale = quantize_weight(w, QuantSpec(bits=8, block=block))
+    rows, columns = block[0] or 256, block[1] or 128
+    blocks = w.view(256 // rows, rows, 128 // columns, columns)
+    want = blocks.abs().amax((1, 3)) / 127
+    assert torch.equal(scale, want)
+    assert torch.equal(codes, (blocks / want[:, None, :, None]).round().to(torch.int8).view(256, 128))

@@ -186,7 +186,7 @@ BAD = {
     "quantize_weight: int": (fxq.quantize_weight.default, (codes(3, 8), WEIGHT), RuntimeError, "takes"),
     "quantize_weight: rank 1": (fxq.quantize_weight.default, (X[0], WEIGHT), RuntimeError, r"\[N, K\]"),
     "quantize_weight: rank 3": (fxq.quantize_weight.default, (X[None], WEIGHT), RuntimeError, r"\[N, K\]"),
-    "quantize_weight: groups": (fxq.quantize_weight.default, (X, "int8[1,4]"), NotImplementedError, "1,4"),
+    "quantize_weight: groups": (fxq.quantize_weight.default, (X, "int8[1,5]"), ValueError, "1 x 5"),
     "dequantize_weight: float codes": (
         fxq.dequantize_weight.default,
         (X, scales(3, 1), torch.float32),

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import fxquant
-from fxquant.checkpoint import FileCheckpoint
+from fxquant.checkpoint import FileCheckpoint, Piece
 from fxquant.errors import ConfigError
 from fxquant.materialize.meter import LiveBytes
 
@@ -131,7 +131,7 @@ def test_explain_by_name_by_alias_and_by_module(folder: Path) -> None:
         "  used as: aten.embedding, aten.linear",
         f"  read: embed.weight [24, 16] float32, 1536 bytes, model.safetensors at {stored.offset}",
         f"  name rule: {row.rule}",
-        f"  bytes: 1536 as float, 2016 after loading, {row.transient_bytes} more while loading",
+        f"  bytes: 1536 as float, 2016 after loading, {row.transient_bytes} more while loading, in 1 tiles",
     ]
     assert plan.explain("again") == plan.explain("proj.weight")
     assert "used as: aten.linear x2" in plan.explain("again")
@@ -331,8 +331,6 @@ def test_planning_reads_no_weights_of_a_file(folder: Path) -> None:
         file.write(content[:header])
         file.truncate(len(content))
     assert plan_of(folder) == want
-    with pytest.raises(AssertionError, match="weights were read"):
-        fxquant.compile(on_meta(), folder, scheme="int8", example_inputs=(IDS,))
 
 
 def test_planning_reads_no_weights_of_a_dict() -> None:
@@ -369,9 +367,14 @@ def test_order_is_the_order_of_the_files(tmp_path: Path, monkeypatch: pytest.Mon
     assert sorted(plan.order) == sorted(weight.fqn for weight in plan.weights)
 
     seen: list[str] = []
-    read = FileCheckpoint.read
-    monkeypatch.setattr(FileCheckpoint, "read", lambda self, key: seen.append(key) or read(self, key))
-    fxquant.compile(on_meta(), tmp_path, scheme="int8", example_inputs=(IDS,))
+    fill = FileCheckpoint.fill
+
+    def noted(self: FileCheckpoint, pieces: Sequence[Piece]) -> int:
+        seen.extend(piece.key for piece in pieces)
+        return fill(self, pieces)
+
+    monkeypatch.setattr(FileCheckpoint, "fill", noted)
+    fxquant.compile(on_meta(), tmp_path, scheme="int8", example_inputs=(IDS,), load_workers=1)
     assert seen == [plan.weight(fqn).stored[0].key for fqn in plan.order]
 
 
@@ -416,5 +419,5 @@ def test_the_peak_of_a_huge_layer() -> None:
     with fxquant.meta_init():
         head = nn.Linear(4096, 128_256, bias=False, dtype=torch.bfloat16)
     plan = fxquant.plan(head, None, scheme="int8")
-    at_once = plan.float_bytes + plan.resident_bytes
-    assert at_once <= plan.predicted_peak["cpu"] <= at_once + max(16 * MIB, 0.03 * at_once)
+    assert plan.resident_bytes <= plan.predicted_peak["cpu"] <= plan.resident_bytes + 64 * MIB
+    assert plan.weight("weight").tiles > 400

@@ -250,6 +250,7 @@ class Load:
         """Run a job's program into the constants."""
         program = job.tile.program
         parts, maxima = self.store.parts(job), self.store.maxima(job)
+        # Programs without calls make no tensors of note, and a dispatch mode costs time.
         metered = LiveBytes(self.account) if job.tile.transient else contextlib.nullcontext()
         try:
             with metered:

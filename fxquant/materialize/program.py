@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -146,8 +147,18 @@ def measure_on_fakes(
         for end in program.ends:
             if end.kind in (ABSMAX, CODES):
                 peak = max(peak, _alive(values, owned) + 8 * values[end.source].numel())
+            elif end.kind == QUANTIZE and program.calls:
+                peak = max(peak, _alive(values, owned) + _maxima_bytes(values[end.source], end.spec))
         shapes = {end.source: tuple(values[end.source].shape) for end in program.ends}
     return peak, shapes
+
+
+def _maxima_bytes(source: Tensor, spec: QuantSpec | None) -> int:
+    """Bytes of the largest and smallest values of the blocks of one chunk, and of their scales."""
+    assert spec is not None
+    n, k = source.shape
+    rows = min(numerics.chunk_rows((n, k), spec), n)
+    return 12 * math.prod(numerics.scale_shape((rows, k), spec)) if rows else 0
 
 
 def _alive(values: Mapping[fx.Node, Any], owned: set[int]) -> int:

@@ -90,7 +90,7 @@ def test_stream_is_read_once_in_its_order() -> None:
     assert isinstance(checkpoint, StreamCheckpoint)
     assert checkpoint.streaming
     assert not checkpoint.infos
-    assert [name for name, _ in checkpoint] == ["b", "a"]
+    assert [item.name for item in checkpoint] == ["b", "a"]
     with pytest.raises(ConfigError, match="can be read once"):
         iter(checkpoint)
 
@@ -103,7 +103,7 @@ def test_stream_cannot_be_read_by_name() -> None:
         checkpoint.read_rows("a", 0, 1)
 
 
-@pytest.mark.parametrize("item", ["a", ("a",), ("a", 1), (1, A), A])
+@pytest.mark.parametrize("item", ["a", ("a",), ("a", 1), (1, A), A, ("a", A, (-1,)), ("a", A, 0)])
 def test_stream_of_something_else(item: object) -> None:
     checkpoint = open_checkpoint([("first", A), item])
     assert isinstance(checkpoint, StreamCheckpoint)
