@@ -100,7 +100,7 @@ def _checked(items: Iterable[object]) -> Iterator[StreamItem]:
             case (str() as name, torch.Tensor() as tensor):
                 yield StreamItem(name, tensor)
             case (str() as name, torch.Tensor() as tensor, [*offsets]) if all(map(_is_index, offsets)):
-                yield StreamItem(name, tensor, tuple(offsets))
+                yield StreamItem(name, tensor, tuple(int(start) for start in offsets))  # type: ignore[call-overload]
             case _:
                 raise ConfigError(
                     f"item {position} of the stream of weights is {_kind(item)}, "

@@ -234,9 +234,9 @@ def _overlap(recipes: Sequence[Recipe], tilings: Sequence[Tiling]) -> bool:
     for i, (recipe, tiling) in enumerate(zip(recipes, tilings, strict=True)):
         for key, ranges in _spans(recipe, tiling).items():
             spans.setdefault(key, []).extend((start, stop, i) for start, stop in ranges)
-    for ranges in spans.values():
-        ranges.sort()
-        if any(start < stop for (_, stop, _), (start, _, _) in itertools.pairwise(ranges)):
+    for claims in spans.values():
+        claims.sort()
+        if any(start < stop for (_, stop, _), (start, _, _) in itertools.pairwise(claims)):
             return True
     return False
 

@@ -117,7 +117,9 @@ def finished_tile(
     kept = {end.source for end in ends}
     last: dict[fx.Node, int] = {}
     for i, call in enumerate(calls):
-        fx.node.map_arg((call.args, dict(call.kwargs)), lambda n, i=i: last.__setitem__(n, i))
+        used: list[fx.Node] = []
+        fx.node.map_arg((call.args, dict(call.kwargs)), used.append)
+        last.update(dict.fromkeys(used, i))
     done = [
         Call(
             node=call.node,
