@@ -90,35 +90,50 @@ def scratch_for(w_NK: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
 def quantize_into(
     w_NK: torch.Tensor, spec: QuantSpec, codes: torch.Tensor, scale: torch.Tensor, scratch: torch.Tensor
 ) -> None:
-    """``quantize_weight`` into ``codes`` and ``scale``, through ``scratch`` (see ``scratch_for``)."""
+    """``quantize_weight`` into ``codes`` and ``scale``, through ``scratch`` (see ``scratch_for``).
+
+    Few ops on a chunk that stays in the cache: loading is as fast as this function.
+    """
     n, k = w_NK.shape
     if n == 0 or k == 0:
         scale.fill_(_TINY)
         return
     rows, columns = block_of((n, k), spec)
     step = chunk_rows((n, k), spec)
+    whole = scratch[: step * k].view(step, k) if n >= step else None
     for start in range(0, n, step):
-        count = min(step, n - start)
-        chunk = scratch[: count * k].view(count, k)
-        chunk.copy_(w_NK[start : start + count])
-        blocks = (
-            chunk.view(-1, k) if columns == k and rows == 1 else chunk.view(-1, rows, k // columns, columns)
-        )
-        dims = (1,) if blocks.dim() == 2 else (1, 3)
-        # amax and amin along a dim are vectorized; aminmax, norm and abs().amax are many times slower.
-        absmax = torch.maximum(blocks.amax(dims, keepdim=True), blocks.amin(dims, keepdim=True).neg_())
-        part = scale_of(absmax, spec.top)
-        scale[start // rows : (start + count) // rows].copy_(part.view(-1, scale.shape[1]))
-        _write_codes(blocks, part, codes[start : start + count], spec.top)
-
-
-def _write_codes(blocks: torch.Tensor, scale: torch.Tensor, codes: torch.Tensor, top: int) -> None:
-    """Codes of float32 ``blocks``, which are overwritten."""
-    blocks.div_(scale).round_()
+        stop = min(start + step, n)
+        chunk = whole if whole is not None and stop - start == step else _chunk(scratch, stop - start, k)
+        chunk.copy_(w_NK[start:stop])
+        part = scale[start // rows : stop // rows]
+        if rows == 1 and columns == k:
+            _quantize_rows(chunk, part, spec.top)
+        else:
+            _quantize_blocks(chunk.view(-1, rows, k // columns, columns), part, spec.top)
+        codes[start:stop].copy_(chunk)
     # A finite scale bounds the quotients by ``top``; others come from values that are not finite.
     if not math.isfinite(scale.sum().item()):
-        blocks.clamp_(-top, top).nan_to_num_(0.0)
-    codes.copy_(blocks.view(codes.shape))
+        for start in range(0, n, step):
+            stop = min(start + step, n)
+            part = scale[start // rows : stop // rows]
+            quantize_with_scale(w_NK[start:stop], part, spec, codes[start:stop])
+
+
+def _chunk(scratch: torch.Tensor, rows: int, k: int) -> torch.Tensor:
+    return scratch[: rows * k].view(rows, k)
+
+
+def _quantize_rows(chunk: torch.Tensor, scale: torch.Tensor, top: int) -> None:
+    """Float32 rows ``[r, K]`` to rounded quotients in place, their scales into ``scale`` ``[r, 1]``."""
+    # amax and amin along a dim are vectorized; aminmax, norm and abs().amax are many times slower.
+    torch.maximum(chunk.amax(1, keepdim=True), chunk.amin(1, keepdim=True).neg_(), out=scale)
+    chunk.div_(scale_of(scale, top)).round_()
+
+
+def _quantize_blocks(blocks: torch.Tensor, scale: torch.Tensor, top: int) -> None:
+    """The same for blocks ``[R, r, C, c]`` with scales ``[R, C]``."""
+    torch.maximum(blocks.amax((1, 3)), blocks.amin((1, 3)).neg_(), out=scale)
+    blocks.div_(scale_of(scale, top)[:, None, :, None]).round_()
 
 
 def absmax_into(w_NK: torch.Tensor, spec: QuantSpec, absmax: torch.Tensor) -> None:
@@ -136,8 +151,8 @@ def quantize_with_scale(
     """Codes of a part of a weight whose scales are known."""
     rows, columns = block_of(tuple(w_NK.shape), spec)
     n, k = w_NK.shape
-    blocks = w_NK.to(torch.float32, copy=True).reshape(n // rows, rows, k // columns, columns)
-    _write_codes(blocks, scale.view(scale.shape[0], 1, scale.shape[1], 1), codes, spec.top)
+    blocks = w_NK.to(torch.float32).reshape(n // rows, rows, k // columns, columns)
+    codes.copy_(_codes_of(blocks, scale.view(scale.shape[0], 1, scale.shape[1], 1), spec.top).view(n, k))
 
 
 def dequantize_weight(codes_NK: torch.Tensor, scale_N1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

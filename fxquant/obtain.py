@@ -21,9 +21,9 @@ from fxquant.checkpoint import (
 from fxquant.errors import CheckpointFileError, ConfigError, FxquantError
 from fxquant.loading import add_recipe, schedule_for
 from fxquant.materialize.dummy import dummy_constants
-from fxquant.materialize.execute import Loaded, materialize
+from fxquant.materialize.execute import Loaded, materialize, tracing
 from fxquant.materialize.recipes import LoadGraph
-from fxquant.materialize.schedule import Scheduler
+from fxquant.materialize.schedule import Schedule, Scheduler
 from fxquant.materialize.store import Constants
 from fxquant.planner import Planned
 from fxquant.stored import RULE
@@ -83,6 +83,12 @@ def _through_cache(planned: Planned, checkpoint: Checkpoint, cache: Cache, repor
 
 def _load_stored(planned: Planned, stored: ConstantsCheckpoint, report: Report | None) -> Loaded:
     """Read the constants of an earlier start, which must be those that are planned now."""
+    with tracing():
+        graph, schedule = _plan_stored(planned, stored)
+    return materialize(graph, schedule, stored, device=planned.request.device, report=report)
+
+
+def _plan_stored(planned: Planned, stored: ConstantsCheckpoint) -> tuple[LoadGraph, Schedule]:
     graph = LoadGraph()
     for group in planned.groups:
         entry = stored.weights.get(group.fqn)
@@ -95,8 +101,7 @@ def _load_stored(planned: Planned, stored: ConstantsCheckpoint, report: Report |
         row = KeyEntry(fqn=group.fqn, keys=keys, convert=None, same=(), rule=RULE)
         add_recipe(graph, group, row, stored, form)
     request = planned.request
-    schedule = schedule_for(Scheduler(graph, stored.infos), stored, request.device, request.load)
-    return materialize(graph, schedule, stored, device=request.device, report=report)
+    return graph, schedule_for(Scheduler(graph, stored.infos), stored, request.device, request.load)
 
 
 def _to_store(planned: Planned, constants: Constants) -> Mapping[str, WeightConstants]:

@@ -31,6 +31,7 @@ from fxquant.loading import (
     stored_infos,
 )
 from fxquant.materialize.execute import Loaded, materialize
+from fxquant.materialize.heap import give_back
 from fxquant.materialize.progress import Report
 from fxquant.materialize.recipes import LoadGraph
 from fxquant.materialize.schedule import Schedule, Scheduler
@@ -140,6 +141,7 @@ def make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request)
         loading=describe_loading(schedule, checkpoint, request.load),
     )
     names = {name: keymap.entries[g.fqn].keys[0] for g in loaded for name in g.fqns}
+    give_back()
     return Planned(
         plan=plan,
         request=request,

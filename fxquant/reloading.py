@@ -19,7 +19,7 @@ from fxquant.checkpoint import (
 )
 from fxquant.errors import ConfigError, WeightMismatchError
 from fxquant.loading import LoadOptions, add_recipe, schedule_for
-from fxquant.materialize.execute import Loaded, materialize
+from fxquant.materialize.execute import Loaded, materialize, tracing
 from fxquant.materialize.progress import choose_progress
 from fxquant.materialize.recipes import LoadGraph
 from fxquant.materialize.schedule import Scheduler, usable_workers
@@ -53,14 +53,16 @@ def reload(
     checkpoint = open_checkpoint(ckpt)
     if isinstance(checkpoint, StreamCheckpoint):
         raise ConfigError("reload needs a checkpoint that can be looked into first: files or a dict")
-    held, into = held_constants(model), constants_to_fill(model)
-    device = next((part.device for parts in into.values() for part in parts), torch.device("cpu"))
-    graph = _load_graph(model, held, checkpoint, key_map)
-    scheduler = Scheduler(graph, checkpoint.infos)
     options = LoadOptions(workers=load_workers or usable_workers())
-    schedule = schedule_for(scheduler, checkpoint, device, options)
     report = choose_progress(progress)
+    # Recipes are traced inside of the gate too: a forward that meets a trace of another thread fails.
     with checkpoint, shell.gate.reload(), torch.no_grad():
+        held, into = held_constants(model), constants_to_fill(model)
+        device = next((part.device for parts in into.values() for part in parts), torch.device("cpu"))
+        with tracing():
+            graph = _load_graph(model, held, checkpoint, key_map)
+            scheduler = Scheduler(graph, checkpoint.infos)
+            schedule = schedule_for(scheduler, checkpoint, device, options)
         check_source(graph, checkpoint)
         shell.gate.broken = (
             "the last reload of this model failed half-way, so its weights are a mixture of old and new "
@@ -68,7 +70,7 @@ def reload(
         )
         loaded = materialize(graph, schedule, checkpoint, into=into, device=device, report=report)
         shell.gate.broken = ""
-    _note(model, checkpoint, loaded)
+        _note(model, checkpoint, loaded)
 
 
 def _note(model: nn.Module, checkpoint: Checkpoint, loaded: Loaded) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from fxquant import ops as _ops  # noqa: F401 - registers the dialect
 from fxquant.graph import value
@@ -53,19 +54,26 @@ def _walk_back(
     demands = dict(seeds)
     parts: dict[fx.Node, Part] = {}
     for node in reversed(gm.graph.nodes):
-        if node not in demands or node.op != "call_function":
+        if node not in demands or node.op == "placeholder":
             continue
         wanted = demands[node]
-        part = _whole(node) if wanted is WHOLE else _rule(node)(node, wanted)
+        part = whole_part(gm, node) if wanted is WHOLE else _rule(node)(node, wanted)
         parts[node] = part
         for given, taken in part.ranges.items():
             demand(demands, given, taken)
     return demands, parts
 
 
-def _whole(node: fx.Node) -> Part:
+def whole_part(gm: fx.GraphModule, node: fx.Node) -> Part:
+    """A node on everything; a tensor that is part of the template stands for itself."""
+    if node.op == "get_attr":
+        return Part(ranges={}, target=_as_it_is, args=(getattr(gm, str(node.target)),))
     ranges = dict.fromkeys(node.all_input_nodes, WHOLE)
     return Part(ranges=ranges, target=node.target, args=node.args, kwargs=node.kwargs)  # type: ignore[arg-type]
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _rule(node: fx.Node) -> Callable[[fx.Node, Range], Part]:
@@ -74,7 +82,8 @@ def _rule(node: fx.Node) -> Callable[[fx.Node, Range], Part]:
         return split_part
     rule = RULES.get(node.target)
     if rule is None:
-        raise NotSeparableError(f"{node.target} has no row rule")
+        several = node.target is operator.getitem and isinstance(source, fx.Node)
+        raise NotSeparableError(f"{source.target if several else node.target} has no row rule")
     return rule
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import logging
 import threading
 import time
 import traceback
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from fxquant.checkpoint import Checkpoint, FileCheckpoint, MappedCheckpoint, StreamCheckpoint
 from fxquant.errors import FxquantError
+from fxquant.materialize.heap import give_back
 from fxquant.materialize.meter import Account, LiveBytes, anonymous_bytes
 from fxquant.materialize.progress import Progress, Report
 from fxquant.materialize.recipes import LoadGraph
@@ -29,6 +32,8 @@ from fxquant.materialize.sources import (
 from fxquant.materialize.store import Constants, Store
 from fxquant.materialize.stream import Arrivals
 from fxquant.timeline import Moment
+
+log = logging.getLogger("fxquant.materialize")
 
 SAMPLE_SECONDS = 0.01
 """The least time between two readings of the process's memory."""
@@ -63,9 +68,19 @@ def materialize(
     ``names``, ``optional`` and ``budget`` are for streams, see ``Arrivals``. ``into``: constants that
     are written over, by FQN. ``device``: where new ones are made.
     """
+    give_back()
+    log.info(
+        "loading %d weights from %s: %d batches, %d workers, predicted peak %s",
+        len(graph.recipes),
+        checkpoint.location,
+        len(schedule.batches),
+        schedule.workers,
+        schedule.peak,
+    )
     load = Load(graph, schedule, checkpoint, into or {}, device or torch.device("cpu"), report)
     try:
-        with _torch_threads(), torch.no_grad():
+        # Constants made in inference mode could not be written over outside of it.
+        with _torch_threads(), torch.inference_mode(False), torch.no_grad():
             if isinstance(checkpoint, StreamCheckpoint):
                 load.run_stream(Arrivals(graph, schedule, names or {}, optional, budget), checkpoint)
             else:
@@ -74,8 +89,25 @@ def materialize(
     except BaseException as error:
         load.store.clear()
         _forget_locals(error)
+        give_back()
         raise
-    return load.result()
+    loaded = load.result()
+    log.info("loaded %d bytes in %.2f s, peak %s", loaded.read_bytes, loaded.seconds, loaded.peak)
+    give_back()
+    return loaded
+
+
+@contextlib.contextmanager
+def tracing() -> Iterator[None]:
+    """Trace graphs alone in this process: torch keeps marks of a trace in globals.
+
+    Two traces side by side fail, and may leave a mark behind that makes every compiled model of the
+    process fail. Dynamo compiles under the same lock.
+    """
+    from torch._dynamo.convert_frame import compile_lock
+
+    with compile_lock:
+        yield
 
 
 def _forget_locals(error: BaseException) -> None:
@@ -148,7 +180,10 @@ class Load:
     def run(self) -> None:
         """Work through all batches; this thread is one of the workers."""
         threads = [
-            threading.Thread(target=self._work, name=f"fxquant-load-{i}")
+            # With the context of the caller: callbacks of a reload must know that they are in it.
+            threading.Thread(
+                target=contextvars.copy_context().run, args=(self._work,), name=f"fxquant-load-{i}"
+            )
             for i in range(1, self.schedule.workers)
         ]
         try:
@@ -262,6 +297,9 @@ class Load:
     def _mark(self, index: int) -> None:
         """Note that a batch is done, and tell."""
         batch = self.schedule.batches[index]
+        if log.isEnabledFor(logging.DEBUG):
+            names = ", ".join(dict.fromkeys(job.recipe.fqn for job in batch.jobs))
+            log.debug("batch %d: %d bytes of %s", index, batch.read_bytes, names)
         with self.changed:
             self.finished[index] = True
             while self.oldest < len(self.finished) and self.finished[self.oldest]:

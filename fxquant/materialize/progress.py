@@ -32,12 +32,17 @@ class Progress:
         """Bytes per second so far."""
         return self.done_bytes / self.seconds if self.seconds > 0 else 0.0
 
+    @property
+    def remaining(self) -> float:
+        """Seconds until the end at the rate so far."""
+        return (self.total_bytes - self.done_bytes) / self.rate if self.rate else 0.0
+
 
 Report = Callable[[Progress], None]
 
 
 class Bar:
-    """Shows bytes, rate, current tensor, memory now and peak.
+    """Shows bytes, rate, time left, memory now and peak, and the current weight.
 
     One line that is redrawn on a terminal, a line for each tenth elsewhere.
     """
@@ -54,7 +59,7 @@ class Bar:
             return
         text = (
             f"{step.share:4.0%} {step.done_bytes / MIB:.0f}/{step.total_bytes / MIB:.0f} MiB "
-            f"{step.rate / MIB:.0f} MiB/s  memory {step.memory_now / MIB:.0f} "
+            f"{step.rate / MIB:.0f} MiB/s  {_time_left(step)}  memory {step.memory_now / MIB:.0f} "
             f"(peak {step.memory_peak / MIB:.0f}) MiB  {step.tensor[-48:]}"
         )
         end = "\n" if step.share >= 1 or not self.terminal else ""
@@ -67,6 +72,13 @@ class Bar:
         if due or step.share >= 1:
             self.shown_at, self.shown_tenth = now, tenth
         return due or step.share >= 1
+
+
+def _time_left(step: Progress) -> str:
+    if step.share >= 1:
+        return f"{step.seconds:.1f} s"
+    minutes, seconds = divmod(round(step.remaining), 60)
+    return f"{minutes}:{seconds:02d} left"
 
 
 def choose_progress(progress: bool | Report | None) -> Report | None:

@@ -143,6 +143,14 @@ def viewed(node: fx.Node, wanted: Range) -> Part:
     return Part(ranges=ranges, target=aten.reshape.default, args=(given, part))
 
 
+def reinterpreted(node: fx.Node, wanted: Range) -> Part:
+    """``view`` as another dtype: the last axis counts other elements if their sizes differ."""
+    given = node.all_input_nodes[0]
+    if shape_of(given)[wanted.axis] != shape_of(node)[wanted.axis]:
+        raise NotSeparableError(f"{node.name}: elements along axis {wanted.axis} change their size")
+    return _same_call(node, {given: wanted})
+
+
 def expanded(node: fx.Node, wanted: Range) -> Part:
     """``expand``: what is repeated is needed whole."""
     (given,) = node.all_input_nodes
@@ -277,7 +285,8 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys(_overloads(_POINTWISE), pointwise),
     **dict.fromkeys(_overloads("t transpose"), transposed),
     **dict.fromkeys(_overloads("amax amin sum mean linalg_vector_norm"), reduced),
-    **dict.fromkeys(_overloads("view reshape _unsafe_view"), viewed),
+    **dict.fromkeys([aten.view.default, aten.reshape.default, aten._unsafe_view.default], viewed),
+    aten.view.dtype: reinterpreted,
     aten.permute.default: permuted,
     aten.unsqueeze.default: unsqueezed,
     aten.expand.default: expanded,

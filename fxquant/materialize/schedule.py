@@ -133,8 +133,8 @@ class Scheduler:
                 placed += [(self._key(job, 0) if not job.tile.phase else (*end[:2], 1), job) for job in jobs]
         placed.sort(key=lambda item: item[0])
         ordered = [item for _, item in placed]
-        if settings.order != "file":
-            ordered.sort(key=lambda item: -_weight_of(item))
+        if settings.order != "file":  # by weight, each weight's tiles in their order
+            ordered = _largest_first(ordered)
         batches = _gathered(ordered, settings.tile_bytes)
         return tuple(_owning(batch, settings) for batch in batches)
 
@@ -157,12 +157,18 @@ class Scheduler:
 
     def _runs(self, batches: Sequence[Batch]) -> Iterator[None]:
         """One item for each read: bytes that lie together within a batch."""
+        held: set[tuple[str, str]] = set()
         for batch in batches:
             end = None
             seen: set[str] = set()
             for job in batch.jobs:
                 for part in job.tile.reads:
                     key = job.recipe.keys[part.index]
+                    if part.held and job.tile.direct is None:
+                        if part.nbytes and (job.recipe.fqn, key) not in held:
+                            held.add((job.recipe.fqn, key))
+                            yield
+                        continue
                     if (batch.shared and key in seen) or not part.nbytes:
                         continue
                     seen.add(key)
@@ -291,6 +297,19 @@ def _batch(jobs: Sequence[Job]) -> Batch:
         buffer_bytes=sum(_aligned(size) for size in buffered),
         transient=max(job.tile.transient for job in jobs),
     )
+
+
+def _largest_first(items: Sequence[Job | Batch]) -> list[Job | Batch]:
+    """The weight whose largest tile needs most first; a second pass stays behind the first."""
+    largest: dict[str, int] = {}
+    for item in items:
+        fqn = _fqn_of(item)
+        largest[fqn] = max(largest.get(fqn, 0), _weight_of(item))
+    return sorted(items, key=lambda item: -largest[_fqn_of(item)])
+
+
+def _fqn_of(item: Job | Batch) -> str:
+    return item.recipe.fqn if isinstance(item, Job) else item.jobs[0].recipe.fqn
 
 
 def _weight_of(item: Job | Batch) -> int:

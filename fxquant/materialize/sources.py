@@ -28,16 +28,23 @@ class Buffer:
         self.map = mmap.mmap(-1, max(size, 1))
         self.view = memoryview(self.map)
         self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
+        self._taken: dict[tuple[object, ...], tuple[memoryview, Tensor]] = {}
         account.add("cpu", size)
 
     def take(self, start: int, part: ReadPart) -> tuple[memoryview, Tensor]:
         """Memory for a part from ``start``, as bytes and as the tensor."""
-        stop = start + part.nbytes
-        return self.view[start:stop], self.bytes[start:stop].view(part.dtype).view(part.shape)
+        key = (start, part.dtype, part.shape)  # of which there are few: tiles of equal weights are equal
+        found = self._taken.get(key)
+        if found is None:
+            stop = start + part.nbytes
+            found = self.view[start:stop], self.bytes[start:stop].view(part.dtype).view(part.shape)
+            self._taken[key] = found
+        return found
 
     def close(self) -> None:
         """Give the memory back, once no tensor looks at it."""
         self.account.add("cpu", -self.size)
+        self._taken.clear()
         self.view.release()
         del self.bytes, self.map
 
@@ -136,6 +143,8 @@ def copy_direct(job: Job, tensor: Tensor, store: Store) -> None:
     out = whole.view(-1)[first : first + count]
     if tensor.is_contiguous():
         out.copy_(tensor.view(-1)[part.start // size : part.start // size + count])
+    elif part.range is not None:
+        out.view(part.shape).copy_(view_job(job, {job.recipe.keys[part.index]: tensor})[0])
     elif part.start == 0:  # once for all tiles of this tensor: it cannot be cut without a copy
         whole.view(-1)[first : first + tensor.numel()].view(tensor.shape).copy_(tensor)
 

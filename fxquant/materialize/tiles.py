@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.graph import placeholders, value
-from fxquant.materialize.demand import find_ends, results_of
+from fxquant.materialize.demand import find_ends, results_of, whole_part
 from fxquant.materialize.program import QUANTIZE, Call, End, Program, measure_on_fakes, scratch_bytes
 from fxquant.materialize.row_rules import WHOLE, NotSeparableError, Range
 
@@ -145,17 +145,24 @@ def whole_tile(gm: fx.GraphModule) -> Tile:
     calls = []
     for node in gm.graph.nodes:
         skipped = node in replaced or (node.args and node.args[0] in replaced)
-        unused = not node.users and node.target is not fxq.check_same.default
+        unused = not node.users and node.target is not fxq.check_same.default and not writes(node)
         lost = node not in needed and all(user.op == "output" for user in node.users) and bool(node.users)
-        if node.op == "call_function" and not (skipped or unused or lost):
-            calls.append(Call(node=node, target=node.target, args=node.args, kwargs=node.kwargs))
+        if node.op in ("call_function", "get_attr") and not (skipped or unused or lost):
+            part = whole_part(gm, node)
+            assert part.target is not None
+            calls.append(Call(node=node, target=part.target, args=part.args, kwargs=part.kwargs))
     reads = tuple(read_part(i, node, WHOLE) for i, node in enumerate(inputs))
     outs = tuple((i, WHOLE) for i in range(len(results_of(gm))))
     return finished_tile(tuple(enumerate(inputs)), calls, ends, reads, outs, 0)
 
 
+def writes(node: fx.Node) -> bool:
+    """Whether a node writes into one of its arguments."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
 def _ends_at(node: fx.Node, ends: Sequence[End]) -> bool:
     source = node.args[0] if node.args else None
-    return isinstance(source, fx.Node) and any(
-        end.kind == QUANTIZE and source.args and source.args[0] is end.source for end in ends
-    )
+    if not isinstance(source, fx.Node) or source.target is not fxq.quantize_weight.default:
+        return False
+    return any(end.kind == QUANTIZE and source.args[0] is end.source for end in ends)

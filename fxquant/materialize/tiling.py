@@ -22,7 +22,7 @@ from fxquant.graph import placeholders, value
 from fxquant.materialize.demand import demand, find_ends, results_of, walk
 from fxquant.materialize.program import ABSMAX, CODES, COPY, Call, End, Program
 from fxquant.materialize.row_rules import WHOLE, CrossingError, GrainError, NotSeparableError, Part, Range
-from fxquant.materialize.tiles import Tile, Tiling, finished_tile, read_part, whole_tile
+from fxquant.materialize.tiles import ReadPart, Tile, Tiling, finished_tile, read_part, whole_tile, writes
 from fxquant.numerics import block_of
 from fxquant.scheme import FULL
 
@@ -36,6 +36,9 @@ DIRECT_BYTES = 2 << 20
 """Bytes of one read that goes straight into a constant."""
 
 MAX_TRIES = 16
+
+Reads = tuple[ReadPart, ...]
+Outs = tuple[tuple[int, Range | None], ...]
 
 
 class Cutter:
@@ -56,9 +59,19 @@ class Cutter:
 
     def read_bytes(self, start: int, stop: int) -> int:
         """Bytes of ranges that a tile of these rows reads; NotSeparableError if there is none."""
-        demands, _ = walk(self.gm, self._plan(start, stop, 0)[0])
-        parts = [read_part(i, node, demands[node]) for i, node in enumerate(self.inputs) if node in demands]
-        return sum(part.nbytes for part in parts if part.range is not WHOLE)
+        reads, _ = self.places(start, stop)
+        return sum(part.nbytes for part in reads if part.range is not WHOLE)
+
+    def places(self, start: int, stop: int, phase: int = 0) -> tuple[Reads, Outs]:
+        """What the tile of rows ``start`` to ``stop`` reads and writes."""
+        seeds, _, outs = self._plan(start, stop, phase)
+        demands, _ = walk(self.gm, seeds)
+        return self._reads(demands), tuple(outs)
+
+    def _reads(self, demands: Mapping[fx.Node, Range | None]) -> Reads:
+        return tuple(
+            read_part(i, node, demands[node]) for i, node in enumerate(self.inputs) if node in demands
+        )
 
     def tile(self, start: int, stop: int, phase: int = 0) -> Tile:
         """The tile of rows ``start`` to ``stop``."""
@@ -123,9 +136,7 @@ class Cutter:
             End(kind=end.kind, source=names.get(end.source, end.source), outs=end.outs, spec=end.spec)
             for end in ends
         )
-        reads = tuple(
-            read_part(i, node, demands[node]) for i, node in enumerate(self.inputs) if node in demands
-        )
+        reads = self._reads(demands)
         inputs = tuple((part.index, self.inputs[part.index]) for part in reads)
         return finished_tile(inputs, calls, ends, reads, outs, phase)
 
@@ -136,6 +147,9 @@ def make_tiling(gm: fx.GraphModule, tile_bytes: int) -> Tiling:
     if direct:
         return Tiling(tiles=direct)
     whole = whole_tile(gm)
+    written = next((node.target for node in gm.graph.nodes if writes(node)), None)
+    if written is not None:
+        return Tiling(tiles=(whole,), reason=f"{written} writes in place")
     shape = tuple(results_of(gm)[0].shape)
     if not shape or whole.read_bytes <= tile_bytes or 0 in shape:
         return Tiling(tiles=(whole,))
@@ -183,12 +197,11 @@ def _cut(cutter: Cutter, tile_bytes: int) -> Iterator[Tile]:
         for low, high in pieces:
             rows = max(1, tile_bytes * grain // max(cutter.read_bytes(low, min(low + grain, high)), 1))
             step = max(grain, rows // grain * grain)
-            first = cutter.tile(low, min(low + step, high), phase)
-            for start in range(low, high, step):
-                stop = min(start + step, high)
-                same = stop - start == min(step, high - low)
-                tile = _shifted(first, start - low, stop - start) if same else cutter.tile(start, stop, phase)
+            for tile in _equal_tiles(cutter, low, step, (high - low) // step, phase):
                 yield _as_direct(tile, cutter)
+            rest = high - (high - low) % step
+            if rest < high:
+                yield _as_direct(cutter.tile(rest, high, phase), cutter)
 
 
 def _with_held(tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
@@ -203,24 +216,35 @@ def _with_held(tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
     )
 
 
-def _shifted(tile: Tile, by: int, rows: int) -> Tile:
-    """The same tile ``by`` rows further."""
-    if not by:
-        return tile
-    reads = []
-    for part in tile.reads:
-        moved = _moved(part.range, by, rows)
-        shift = part.nbytes // rows * by if moved is not WHOLE else 0
-        reads.append(replace(part, range=moved, start=part.start + shift, stop=part.stop + shift))
-    outs = tuple((index, _moved(part, by, rows)) for index, part in tile.outs)
-    return replace(tile, reads=tuple(reads), outs=outs)
+def _equal_tiles(cutter: Cutter, low: int, step: int, count: int, phase: int) -> Iterator[Tile]:
+    """``count`` tiles of ``step`` rows: one program, each as far from the one before as the second is."""
+    if not count:
+        return
+    first = cutter.tile(low, low + step, phase)
+    yield first
+    if count == 1:
+        return
+    reads, outs = cutter.places(low + step, low + 2 * step, phase)
+    for times in range(1, count):
+        yield replace(
+            first,
+            reads=tuple(_moved_read(a, b, times) for a, b in zip(first.reads, reads, strict=True)),
+            outs=tuple((i, _moved(a, b, times)) for (i, a), (_, b) in zip(first.outs, outs, strict=True)),
+        )
 
 
-def _moved(part: Range | None, by: int, rows: int) -> Range | None:
-    if part is WHOLE:
+def _moved_read(first: ReadPart, second: ReadPart, times: int) -> ReadPart:
+    """The read ``times`` as far from the first as the second is."""
+    by = (second.start - first.start) * times
+    moved = _moved(first.range, second.range, times)
+    return replace(first, range=moved, start=first.start + by, stop=first.stop + by)
+
+
+def _moved(first: Range | None, second: Range | None, times: int) -> Range | None:
+    if first is WHOLE or second is WHOLE:
         return WHOLE
-    shift = by * (part.stop - part.start) // rows
-    return Range(part.axis, part.start + shift, part.stop + shift)
+    by = (second.start - first.start) * times
+    return Range(first.axis, first.start + by, first.stop + by)
 
 
 _KEEPS_ORDER = (aten.unsqueeze.default, aten.reshape.default, aten.squeeze.dim)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fxquant.capture import quiet_fast_paths
 from fxquant.errors import QuantizedWeightError
@@ -146,6 +147,7 @@ class Shell:
         state: RunState,
         traceable: bool,
         disable_passes: tuple[str, ...],
+        gate: Gate | None = None,
     ) -> None:
         self.model = model
         self.target = target
@@ -154,7 +156,7 @@ class Shell:
         self.state = state
         self.traceable = traceable
         self.disable_passes = disable_passes
-        self.gate = Gate()
+        self.gate = gate or Gate()
         call = model._call_impl
         if traceable:
             keep_out_of_dynamo()
@@ -168,10 +170,12 @@ class Shell:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shell:
         copied = memo[id(self.model)]
-        return Shell(copied, state=copy.deepcopy(self.state, memo), **self._settings())
+        state, gate = copy.deepcopy((self.state, self.gate), memo)
+        return Shell(copied, state=state, gate=gate, **self._settings())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return restore_shell, (), {"model": self.model, "state": self.state, **self._settings()}
+        given = {"model": self.model, "state": self.state, "gate": self.gate}
+        return restore_shell, (), {**given, **self._settings()}
 
     def __setstate__(self, settings: dict[str, Any]) -> None:
         self.__init__(settings.pop("model"), **settings)  # type: ignore[misc]
@@ -185,16 +189,28 @@ def _with_settings(compiled: Callable[..., Any], gate: Gate) -> Callable[..., An
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():  # not is_compiling: another thread's export sets that
             return compiled(*args, **kwargs)
         with (
             gate.forward(),
-            torch._dynamo.config.patch(skip_nnmodule_hook_guards=False),
+            torch._dynamo.config.patch(skip_nnmodule_hook_guards=False, **_despite_other_tracers()),
             quiet_fast_paths(),
         ):
             return compiled(*args, **kwargs)
 
     return call
+
+
+def _despite_other_tracers() -> dict[str, Any]:
+    """Settings with which a compiled model runs while another thread traces.
+
+    Torch's mark of a trace is one for all threads, and compiled code that sees it raises. If this
+    thread itself traces, torch decides. Older releases can only run the module uncompiled meanwhile.
+    """
+    if get_proxy_mode() is not None:
+        return {}
+    name = "force_compile_during_fx_trace"
+    return {name: True} if hasattr(torch._dynamo.config, name) else {"error_on_nested_fx_trace": False}
 
 
 def restore_shell() -> Shell:
