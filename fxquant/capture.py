@@ -162,13 +162,20 @@ def capture(
     device: torch.device,
     dynamic: bool = True,
     where: str = "",
+    runnable: bool = True,
 ) -> Captured:
-    """Trace ``model(*args, **kwargs)`` without memory for weights; ``CaptureError`` where it fails."""
+    """Trace ``model(*args, **kwargs)`` without memory for weights; ``CaptureError`` where it fails.
+
+    ``runnable=False`` is for looking at uses alone: an exported graph that is flat already is taken as
+    it is, which saves the second of two traces.
+    """
     fake_mode = make_fake_mode()
     args, kwargs = _distinct_tensors((args, dict(kwargs)))
     try:
         with torch.no_grad(), quiet_fast_paths(), fake_tensors_in(model, fake_mode, device):
             program = _export(model, args, dict(kwargs), fake_mode, dynamic)
+            if not runnable and _is_flat(program.graph):
+                return _as_exported(program, where)
             return _flatten(program, fake_mode, where)
     except Exception as error:
         text = str(error).strip().splitlines()
@@ -211,6 +218,34 @@ def _combined(model: nn.Module, args: Any, kwargs: Any, dynamic: bool) -> Any:
 
     bound = inspect.signature(model.forward).bind(*args, **kwargs)
     return {name: _dynamic_shapes(value, dynamic) for name, value in bound.arguments.items()}
+
+
+def _is_flat(graph: fx.Graph) -> bool:
+    """Whether export hid nothing (autocast and no_grad regions) in wrapper ops."""
+    return not any(
+        node.op == "get_attr" or isinstance(node.target, torch._ops.HigherOrderOperator)
+        for node in graph.nodes
+    )
+
+
+def _as_exported(program: Any, where: str) -> Captured:
+    """The exported program's own graph."""
+    from torch.export.graph_signature import InputKind
+
+    specs = program.graph_signature.input_specs
+    kinds = (InputKind.PARAMETER, InputKind.BUFFER)
+    prefix = f"{where}." if where else ""
+    gm = fx.GraphModule(program.graph_module, program.graph)
+    _strip(gm)
+    return Captured(
+        gm=gm,
+        where=where,
+        tensors={spec.arg.name: prefix + spec.target for spec in specs if spec.kind in kinds},
+        inputs=(),
+        leaves=(),
+        in_spec=program.call_spec.in_spec,
+        out_spec=program.call_spec.out_spec,
+    )
 
 
 def _flatten(program: Any, fake_mode: Any, where: str) -> Captured:

@@ -63,7 +63,7 @@ def capture_model(
         return ModelCapture(graphs=(), how="module walk: no example_inputs")
     source = "example_inputs" if given else "inputs built from the model's config"
     try:
-        graph = capture(model, args, kwargs, device=device, dynamic=dynamic)
+        graph = capture(model, args, kwargs, device=device, dynamic=dynamic, runnable=whole)
         return ModelCapture(graphs=(graph,), how=f"whole model, {source}")
     except CaptureError as error:
         if whole:
@@ -97,7 +97,11 @@ def _by_submodule(
         if kind in failed or not any(True for _ in module.parameters()):
             continue
         try:
-            graphs.append(capture(module, sub_args, sub_kwargs, device=device, dynamic=dynamic, where=name))
+            graphs.append(
+                capture(
+                    module, sub_args, sub_kwargs, device=device, dynamic=dynamic, where=name, runnable=False
+                )
+            )
             done.append(name)
         except CaptureError as error:
             log.debug("%s", error)

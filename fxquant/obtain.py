@@ -32,6 +32,9 @@ log = logging.getLogger("fxquant.checkpoint")
 
 Report = Callable[..., None]
 
+KEY = "cache_key"
+"""Where the manifest of a cached entry holds its key, so that one under another name is noticed."""
+
 
 def obtain(
     planned: Planned,
@@ -66,6 +69,8 @@ def _through_cache(planned: Planned, checkpoint: Checkpoint, cache: Cache, repor
     if found is not None:
         try:
             with found:
+                if found.manifest_plan.get(KEY) != key:
+                    raise CheckpointFileError(f"{found.location} was stored under another name")
                 loaded = _load_stored(planned, found, report)
             return replace(loaded, origin=f"the cache, {cache.folder / key}")
         except FxquantError as error:
@@ -74,8 +79,8 @@ def _through_cache(planned: Planned, checkpoint: Checkpoint, cache: Cache, repor
             dropped = f"; a damaged cache entry was dropped ({error})"
     loaded = planned.load(checkpoint, report=report)
     try:
-        cache.store(key, _to_store(planned, loaded.constants), saved_plan(planned.plan))
-    except CheckpointFileError as error:
+        cache.store(key, _to_store(planned, loaded.constants), {**saved_plan(planned.plan), KEY: key})
+    except FxquantError as error:
         log.warning("the constants are not cached: %s", error)
         return replace(loaded, origin=f"{loaded.origin}{dropped}; not cached: {error}")
     return replace(loaded, origin=f"{loaded.origin}{dropped}; cached in {cache.folder / key}")

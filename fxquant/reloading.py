@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fxquant.checkpoint import (
     Checkpoint,
     ConstantsCheckpoint,
+    DictCheckpoint,
     KeyMap,
     StreamCheckpoint,
     open_checkpoint,
@@ -24,12 +25,9 @@ from fxquant.materialize.progress import choose_progress
 from fxquant.materialize.recipes import LoadGraph
 from fxquant.materialize.schedule import Scheduler, usable_workers
 from fxquant.materialize.sources import check_source
-from fxquant.parameters import WeightGroup
-from fxquant.runtime.constants import constants_to_fill, held_constants, shell_of
-from fxquant.scheme import Form
+from fxquant.runtime.constants import Held, check_apart, constants_to_fill, held_constants, shell_of
 from fxquant.stored import find_stored, match_stored
 
-Held = Mapping[str, tuple[WeightGroup, Form | None, tuple[Tensor, ...]]]
 KeyMapping = Mapping[str, str] | Callable[[str], str | None]
 
 
@@ -57,13 +55,17 @@ def reload(
     report = choose_progress(progress)
     # Recipes are traced inside of the gate too: a forward that meets a trace of another thread fails.
     with checkpoint, shell.gate.reload(), torch.no_grad():
-        held, into = held_constants(model), constants_to_fill(model)
-        device = next((part.device for parts in into.values() for part in parts), torch.device("cpu"))
+        held = held_constants(model)
+        device = next((part.device for *_, parts in held.values() for part in parts), torch.device("cpu"))
         with tracing():
             graph = _load_graph(model, held, checkpoint, key_map)
             scheduler = Scheduler(graph, checkpoint.infos)
             schedule = schedule_for(scheduler, checkpoint, device, options)
+        into = constants_to_fill(held, (recipe.fqn for recipe in graph.recipes))
         check_source(graph, checkpoint)
+        if isinstance(checkpoint, DictCheckpoint):
+            sources = ((recipe.fqn, checkpoint.read(key)) for recipe in graph.recipes for key in recipe.keys)
+            check_apart(sources, into)
         shell.gate.broken = (
             "the last reload of this model failed half-way, so its weights are a mixture of old and new "
             "ones: reload it again, or compile it again"

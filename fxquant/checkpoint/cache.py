@@ -39,6 +39,8 @@ class Cache:
     """
 
     def __init__(self, folder: str | os.PathLike[str], files: Files = OS_FILES) -> None:
+        if not os.fspath(folder):
+            raise ConfigError("the path of the cache folder is empty")
         self._folder = Path(folder).absolute()
         self._files = files
 

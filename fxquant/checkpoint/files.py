@@ -5,6 +5,7 @@ Tests put a layer in their stead that fails on purpose.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -77,6 +78,12 @@ class Files:
 OS_FILES = Files()
 
 
+def close_read(files: Files, descriptor: int) -> None:
+    """Give back a descriptor that was only read from: an error then says nothing about what was read."""
+    with contextlib.suppress(OSError):
+        files.close(descriptor)
+
+
 def open_regular(files: Files, path: Path) -> tuple[int, os.stat_result]:
     """Open a regular file for reading; anything else (a named pipe, a folder) is refused."""
     try:
@@ -86,10 +93,10 @@ def open_regular(files: Files, path: Path) -> tuple[int, os.stat_result]:
     try:
         found = files.stat(descriptor)
     except OSError as error:
-        files.close(descriptor)
+        close_read(files, descriptor)
         raise CheckpointFileError(f"{path} cannot be read: {error.strerror}") from error
     if not stat.S_ISREG(found.st_mode):
-        files.close(descriptor)
+        close_read(files, descriptor)
         raise CheckpointFileError(f"{path} is not a regular file")
     return descriptor, found
 

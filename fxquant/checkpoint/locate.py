@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from fxquant.checkpoint.files import OS_FILES, Files, open_regular, read_range
+from fxquant.checkpoint.files import OS_FILES, Files, close_read, open_regular, read_range
 from fxquant.checkpoint.header import MAX_HEADER_BYTES, load_json, refuse_lfs_pointer, short
 from fxquant.errors import CheckpointFileError
 
@@ -70,7 +70,7 @@ def read_small(path: Path, files: Files = OS_FILES) -> bytes:
     except OSError as error:
         raise CheckpointFileError(f"{path} cannot be read: {error.strerror}") from error
     finally:
-        files.close(descriptor)
+        close_read(files, descriptor)
     refuse_lfs_pointer(raw, path)
     return raw
 

@@ -37,15 +37,15 @@ class MappedCheckpoint(FileCheckpoint):
         assert info.offset is not None
         if not info.nbytes:
             return torch.empty(info.shape, dtype=info.dtype)
-        whole = torch.frombuffer(self._map(info.file), dtype=torch.uint8)
-        part = whole[info.offset : info.offset + info.nbytes]
-        if info.offset % info.dtype.itemsize:
-            part = part.clone()  # torch cannot look at values that are not aligned
-        if info.dtype is torch.bool and bool((part > 1).any()):
+        where = self._map(info.file)
+        count = info.nbytes // info.dtype.itemsize
+        # By offset, not as a view of bytes: values that are not aligned in the file need no copy.
+        part = torch.frombuffer(where, dtype=info.dtype, count=count, offset=info.offset)
+        if info.dtype is torch.bool and bool((part.view(torch.uint8) > 1).any()):
             raise CheckpointFileError(
                 f"{self._path_of(info.file)}: tensor {key!r} is BOOL but holds bytes other than 0 and 1"
             )
-        return part.view(info.dtype).view(info.shape)
+        return part.view(info.shape)
 
     def read_rows(self, key: str, start: int, stop: int) -> torch.Tensor:
         """A view of some rows."""

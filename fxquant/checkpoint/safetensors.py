@@ -16,7 +16,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from fxquant.checkpoint.base import Checkpoint, TensorInfo, check_rows, digest
-from fxquant.checkpoint.files import OS_FILES, Files, fill, open_regular, read_range
+from fxquant.checkpoint.files import OS_FILES, Files, close_read, fill, open_regular, read_range
 from fxquant.checkpoint.header import Header, load_json, read_header, short
 from fxquant.checkpoint.locate import Layout, locate, read_small
 from fxquant.errors import CheckpointFileError
@@ -176,6 +176,24 @@ class FileCheckpoint(Checkpoint):
                 "other than 0 and 1"
             )
 
+    def check_unchanged(self) -> None:
+        """Refuse files that were written to since their headers were read, as far as size and time tell.
+
+        Of the files that are open; after the last read, since what was read may be a mixture.
+        """
+        with self._lock:
+            for file, descriptor in self._open.items():
+                path, known = self._path_of(file), self._states[file]
+                try:
+                    found = self._files.stat(descriptor)
+                except OSError as error:
+                    raise CheckpointFileError(f"{path} cannot be read: {error.strerror}") from error
+                if (found.st_size, found.st_mtime_ns) != (known.size, known.mtime_ns):
+                    raise CheckpointFileError(
+                        f"{path} was written to while it was read, so its tensors may be a mixture; load "
+                        "again when the file is complete"
+                    )
+
     def close(self) -> None:
         """Close the files; a later read opens them again."""
         with self._lock:
@@ -201,7 +219,7 @@ class FileCheckpoint(Checkpoint):
         except OSError as error:
             raise CheckpointFileError(f"{path}: the header cannot be read: {error.strerror}") from error
         finally:
-            self._files.close(descriptor)
+            close_read(self._files, descriptor)
         self._states[file] = state
         return header
 
@@ -213,7 +231,7 @@ class FileCheckpoint(Checkpoint):
             path = self._path_of(file)
             descriptor, state = self._open_file(path)
             if state != self._states[file]:
-                self._files.close(descriptor)
+                close_read(self._files, descriptor)
                 raise CheckpointFileError(
                     f"{path} changed after its header was read: it was {self._states[file]}, "
                     f"it is {state}; open the checkpoint again"
@@ -277,4 +295,4 @@ def _load_config(folder: Path, files: Files) -> Mapping[str, object]:
 
 def _close_all(files: Files, descriptors: dict[str, int]) -> None:
     while descriptors:
-        files.close(descriptors.popitem()[1])
+        close_read(files, descriptors.popitem()[1])

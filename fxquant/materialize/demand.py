@@ -82,8 +82,10 @@ def _rule(node: fx.Node) -> Callable[[fx.Node, Range], Part]:
         return split_part
     rule = RULES.get(node.target)
     if rule is None:
-        several = node.target is operator.getitem and isinstance(source, fx.Node)
-        raise NotSeparableError(f"{source.target if several else node.target} has no row rule")
+        op = node.target
+        if op is operator.getitem and isinstance(source, fx.Node):
+            op = source.target  # one of its several results
+        raise NotSeparableError(f"{op} has no row rule")
     return rule
 
 

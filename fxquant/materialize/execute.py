@@ -86,6 +86,8 @@ def materialize(
             else:
                 check_source(graph, checkpoint)
                 load.run()
+                if isinstance(checkpoint, FileCheckpoint):
+                    checkpoint.check_unchanged()
     except BaseException as error:
         load.store.clear()
         _forget_locals(error)
@@ -113,7 +115,9 @@ def tracing() -> Iterator[None]:
 def _forget_locals(error: BaseException) -> None:
     """Let go of what finished frames hold, so that an error that is kept keeps no tensors."""
     seen: BaseException | None = error
-    while seen is not None:
+    known: list[BaseException] = []
+    while seen is not None and seen not in known:  # a cause may lead back to its effect
+        known.append(seen)
         traceback.clear_frames(seen.__traceback__)
         seen = seen.__cause__ or seen.__context__
 

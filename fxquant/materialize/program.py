@@ -146,11 +146,20 @@ def measure_on_fakes(
                 del values[node]
         for end in program.ends:
             if end.kind in (ABSMAX, CODES):
-                peak = max(peak, _alive(values, owned) + 8 * values[end.source].numel())
+                peak = max(peak, _alive(values, owned) + _pass_bytes(end.kind, values[end.source], end.spec))
             elif end.kind == QUANTIZE and program.calls:
                 peak = max(peak, _alive(values, owned) + _maxima_bytes(values[end.source], end.spec))
         shapes = {end.source: tuple(values[end.source].shape) for end in program.ends}
     return peak, shapes
+
+
+def _pass_bytes(kind: str, source: Tensor, spec: QuantSpec | None) -> int:
+    """Bytes of a pass over a part: its floats and maxima, or its floats, quotients and codes."""
+    assert spec is not None
+    n, k = source.shape
+    if kind == CODES:
+        return 9 * n * k
+    return 4 * n * k + 16 * math.prod(numerics.scale_shape((n, k), spec))
 
 
 def _maxima_bytes(source: Tensor, spec: QuantSpec | None) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -136,7 +136,7 @@ class Scheduler:
         if settings.order != "file":  # by weight, each weight's tiles in their order
             ordered = _largest_first(ordered)
         batches = _gathered(ordered, settings.tile_bytes)
-        return tuple(_owning(batch, settings) for batch in batches)
+        return tuple(_owning(batch, settings) for batch in _with_held(batches))
 
     def _key(self, job: Job, phase: int) -> tuple[int, int, int]:
         """Where a job's first own read is: the place of its tensor in the files, and the byte in it."""
@@ -157,16 +157,16 @@ class Scheduler:
 
     def _runs(self, batches: Sequence[Batch]) -> Iterator[None]:
         """One item for each read: bytes that lie together within a batch."""
-        held: set[tuple[str, str]] = set()
+        held: set[tuple[str, int]] = set()
         for batch in batches:
             end = None
             seen: set[str] = set()
             for job in batch.jobs:
                 for part in job.tile.reads:
                     key = job.recipe.keys[part.index]
-                    if part.held and job.tile.direct is None:
-                        if part.nbytes and (job.recipe.fqn, key) not in held:
-                            held.add((job.recipe.fqn, key))
+                    if part.held:
+                        if part.nbytes and (job.recipe.fqn, part.index) not in held:
+                            held.add((job.recipe.fqn, part.index))
                             yield
                         continue
                     if (batch.shared and key in seen) or not part.nbytes:
@@ -280,6 +280,19 @@ def _gathered(items: Sequence[Job | Batch], tile_bytes: int) -> Iterator[Batch]:
         total += size
     if jobs:
         yield _batch(jobs)
+
+
+def _with_held(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """The batches, with the bytes of what tiles share counted where it is read first."""
+    held: set[tuple[str, int]] = set()
+    for batch in batches:
+        more = 0
+        for job in batch.jobs:
+            for part in job.tile.reads:
+                if part.held and (job.recipe.fqn, part.index) not in held:
+                    held.add((job.recipe.fqn, part.index))
+                    more += part.nbytes
+        yield replace(batch, read_bytes=batch.read_bytes + more) if more else batch
 
 
 def _owning(batch: Batch, settings: Settings) -> Batch:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +26,9 @@ from fxquant.materialize.tiles import ReadPart, whole_tile
 from fxquant.numerics import same_values
 
 log = logging.getLogger("fxquant.materialize")
+
+FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+"""Dtypes that are cast to each other. Narrower floats are codes, which mean nothing without their scales."""
 
 Region = tuple[tuple[int, int], ...]
 """Start and stop for each axis."""
@@ -82,6 +85,13 @@ class Arriving:
             return rows.narrow(where.axis, where.start, where.stop - where.start)
         return rows
 
+    def copied(self, part: ReadPart) -> int:
+        """Bytes that ``take`` copies, to join rows that came in several parts."""
+        start, stop = self.needed(part)
+        pieces = sum(max(start, first) < min(stop, last) for first, last, _ in self.rows)
+        rows = math.prod(self.shape[1:]) * self.dtype.itemsize
+        return (stop - start) * rows if self.shape and pieces > 1 else 0
+
     def empty(self) -> Tensor:
         """The tensor, if it has no elements."""
         return torch.empty(self.shape, dtype=self.dtype)
@@ -92,7 +102,7 @@ class Arrivals:
 
     ``names`` maps every name under which a key may come to the key. A float tensor of another dtype
     than planned is cast. Recipes in ``optional`` may stay out. ``budget`` bounds the bytes of
-    constants and waiting tensors together.
+    constants, of tensors that wait, and of values in between, together.
     """
 
     def __init__(
@@ -106,11 +116,11 @@ class Arrivals:
         self.graph, self.names, self.optional, self.budget = graph, names, optional, budget
         self.done_bytes = 0
         self.last = ""
+        self.into: tuple[Store, Account] | None = None
         self.keys: dict[str, Arriving] = {}
         self.left: dict[str, set[int]] = {}
         self.first_pass: dict[str, set[int]] = {}
         self.by_key: dict[str, list[tuple[int, Job]]] = {}
-        self.repeated: Arriving | None = None
         jobs = (job for batch in schedule.batches for job in batch.jobs)
         for number, job in enumerate(jobs):
             self.left.setdefault(job.recipe.fqn, set()).add(number)
@@ -129,7 +139,7 @@ class Arrivals:
 
     def take(self, item: StreamItem, store: Store, account: Account) -> None:
         """Note what has come; direct reads go into their constants at once."""
-        self.last = item.name
+        self.last, self.into = item.name, (store, account)
         key = self.names.get(transparent(item.name), transparent(item.name))
         found = self.keys.get(key)
         if found is None:
@@ -137,16 +147,18 @@ class Arrivals:
             return
         tensor, region = _as_planned(item, found)
         self.done_bytes += tensor.nbytes
+        if found.regions and not tensor.numel():
+            return  # an empty shard
         if found.complete:
             self._take_again(found, tensor, region, store)
             return
         _check_new(item.name, found, region)
         found.regions.append(region)
         direct = [(job, part) for job, part in found.jobs if job.tile.direct is not None]
-        if direct:
-            _write_through(direct[0], found, tensor, region, store)
+        _write_through(direct, found, tensor, region, store)
         if len(direct) < len(found.jobs):
             self._keep(found, tensor, region, account)
+        self._check_budget(account, 0)
 
     def _keep(self, found: Arriving, tensor: Tensor, region: Region, account: Account) -> None:
         """Hold a part back until the jobs that need it can run."""
@@ -165,13 +177,16 @@ class Arrivals:
                 account.add("cpu", -rows.nbytes)
             found.rows = [(0, found.shape[0], found.assembled)]
             found.assembled = None
-        now = sum(account.now.values())
+
+    def _check_budget(self, account: Account, more: int) -> None:
+        """Refuse to hold ``more`` bytes than now if the budget does not allow it."""
+        now = sum(account.now.values()) + more
         if self.budget is not None and now > self.budget:
             waiting = [
                 key for key, arriving in self.keys.items() if arriving.rows or arriving.assembled is not None
             ]
             raise BudgetError(
-                f"the stream needs {now} bytes at {found.key}, over the budget of {self.budget}: "
+                f"the stream needs {now} bytes at {self.last}, over the budget of {self.budget}: "
                 f"{len(waiting)} tensors wait for others, among them {', '.join(waiting[:5])}. Send what "
                 "belongs together one after the other, or whole rows, or allow more",
                 smallest=now,
@@ -180,6 +195,9 @@ class Arrivals:
 
     def ready(self) -> Iterator[tuple[Job, list[Tensor]]]:
         """Jobs that can run now with what they read; to be run before the next is asked for."""
+        if self.into is None:
+            return
+        store, account = self.into
         key = self.names.get(transparent(self.last), transparent(self.last))
         for number, job in self.by_key.get(key, ()):
             if number not in self.left[job.recipe.fqn]:
@@ -192,7 +210,12 @@ class Arrivals:
             waits = job.tile.phase and self.left[job.recipe.fqn] & self.first_pass[job.recipe.fqn]
             if waits or not all(found.has(part) for found, part in arriving):
                 continue
+            store.allocate(job.recipe)
+            copied = sum(found.copied(part) for found, part in arriving)
+            self._check_budget(account, copied + job.tile.transient)
+            account.add("cpu", copied)
             yield job, [found.take(part) for found, part in arriving]
+            account.add("cpu", -copied)
             self.left[job.recipe.fqn].discard(number)
 
     def drop(self, account: Account) -> None:
@@ -226,15 +249,16 @@ class Arrivals:
 
     def finish(self) -> None:
         """Refuse a stream that ended too early."""
-        lost = [fqn for fqn, numbers in self.left.items() if numbers and fqn not in self.optional]
+        begun = {job.recipe.fqn for found in self.keys.values() if found.regions for job, _ in found.jobs}
+        lost = [fqn for fqn in self.missing() if fqn not in self.optional or fqn in begun]
         if lost:
             raise MissingWeightError(
                 f"the stream of tensors ended without what {len(lost)} weights need: {', '.join(lost[:10])}"
             )
 
-    def missing(self) -> set[str]:
-        """Weights that did not come, all of them optional."""
-        return {fqn for fqn, numbers in self.left.items() if numbers}
+    def missing(self) -> list[str]:
+        """Weights that did not come."""
+        return [fqn for fqn, numbers in self.left.items() if numbers]
 
 
 def check_again(graph: LoadGraph, recipe: Recipe, tensor: Tensor, constants: Constants) -> None:
@@ -252,8 +276,8 @@ def check_again(graph: LoadGraph, recipe: Recipe, tensor: Tensor, constants: Con
 def _as_planned(item: StreamItem, found: Arriving) -> tuple[Tensor, Region]:
     """The tensor in the dtype that was planned, and its place; shape and place must fit the plan."""
     tensor, offsets = item.tensor, item.offsets or (0,) * len(found.shape)
-    fits = tensor.dim() == len(found.shape) == len(offsets)
-    fits = fits and tensor.is_floating_point() == found.dtype.is_floating_point
+    fits = tensor.dim() == len(found.shape) == len(offsets) and not tensor.is_meta
+    fits = fits and (tensor.dtype == found.dtype or {tensor.dtype, found.dtype} <= FLOATS)
     region = tuple((start, start + size) for start, size in zip(offsets, tensor.shape, strict=False))
     if item.offsets is None:
         fits = fits and tuple(tensor.shape) == found.shape
@@ -261,7 +285,8 @@ def _as_planned(item: StreamItem, found: Arriving) -> tuple[Tensor, Region]:
     if not fits:
         where = f" at {list(item.offsets)}" if item.offsets is not None else ""
         raise WeightMismatchError(
-            f"the stream's tensor {item.name!r} is {tensor.dtype} {list(tensor.shape)}{where}, "
+            f"the stream's tensor {item.name!r} is {tensor.dtype} {list(tensor.shape)}{where} on "
+            f"{tensor.device}, "
             f"expected {found.dtype} {list(found.shape)}"
         )
     return tensor.detach().to(found.dtype), region
@@ -277,13 +302,27 @@ def _check_new(name: str, found: Arriving, region: Region) -> None:
 
 
 def _write_through(
-    where: tuple[Job, ReadPart], found: Arriving, tensor: Tensor, region: Region, store: Store
+    direct: Sequence[tuple[Job, ReadPart]], found: Arriving, tensor: Tensor, region: Region, store: Store
 ) -> None:
-    """Copy a part straight into the constant that it is a part of."""
-    job, part = where
-    assert job.tile.direct is not None
-    index, _ = job.tile.outs[0]
-    first = (job.tile.direct - part.start) // found.dtype.itemsize
-    flat = store.allocate(job.recipe)[index].view(-1)
-    whole = flat[first : first + math.prod(found.shape)].view(found.shape)
-    whole[tuple(slice(*span) for span in region)] = tensor
+    """Copy a part straight into the constants that it is a part of."""
+    done = set()
+    for job, part in direct:
+        assert job.tile.direct is not None
+        index, _ = job.tile.outs[0]
+        flat = store.allocate(job.recipe)[index].view(-1)
+        where = part.range
+        if where is None:  # tiles of one tensor: all of them at once
+            first = (job.tile.direct - part.start) // found.dtype.itemsize
+            if (job.recipe.fqn, index, first) not in done:
+                done.add((job.recipe.fqn, index, first))
+                whole = flat[first : first + math.prod(found.shape)].view(found.shape)
+                whole[tuple(slice(*span) for span in region)] = tensor
+            continue
+        start, stop = (max(where.start, region[where.axis][0]), min(where.stop, region[where.axis][1]))
+        if start < stop:
+            first = job.tile.direct // found.dtype.itemsize
+            rows = flat[first : first + math.prod(part.shape)].view(part.shape)
+            spans = list(region)
+            spans[where.axis] = (start - where.start, stop - where.start)
+            begin = start - region[where.axis][0]
+            rows[tuple(slice(*span) for span in spans)] = tensor.narrow(where.axis, begin, stop - start)

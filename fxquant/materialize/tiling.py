@@ -206,12 +206,15 @@ def _cut(cutter: Cutter, tile_bytes: int) -> Iterator[Tile]:
 
 def _with_held(tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
     """The tiles, with the reads that several of them need whole marked as held."""
-    counts = Counter(part.index for tile in tiles for part in tile.reads if part.range is WHOLE)
+    computed = [tile for tile in tiles if tile.direct is None]
+    counts = Counter(part.index for tile in computed for part in tile.reads if part.range is WHOLE)
     held = {index for index, count in counts.items() if count > 1}
     if not held:
         return tiles
     return tuple(
         replace(tile, reads=tuple(replace(part, held=part.index in held) for part in tile.reads))
+        if tile.direct is None
+        else tile
         for tile in tiles
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from fxquant.runtime.quantized_weight import QuantizedWeight
 from fxquant.runtime.shell import Shell
 from fxquant.scheme import Form
 
+Held = dict[str, tuple[WeightGroup, Form | None, tuple[Tensor, ...]]]
+
 
 def shell_of(model: nn.Module) -> Shell:
     """The shell of a compiled model; ConfigError if it is none."""
@@ -23,9 +25,9 @@ def shell_of(model: nn.Module) -> Shell:
     return shell
 
 
-def held_constants(model: nn.Module) -> dict[str, tuple[WeightGroup, Form | None, tuple[Tensor, ...]]]:
+def held_constants(model: nn.Module) -> Held:
     """Group, form and constants of every parameter and persistent buffer, by FQN."""
-    found: dict[str, tuple[WeightGroup, Form | None, tuple[Tensor, ...]]] = {}
+    found: Held = {}
     for group in weight_groups(model):
         if not group.persistent:
             continue
@@ -49,10 +51,11 @@ def constants_to_save(model: nn.Module) -> Mapping[str, WeightConstants]:
     }
 
 
-def constants_to_fill(model: nn.Module) -> dict[str, tuple[Tensor, ...]]:
-    """Every weight's constants, which must be such that bytes can be written into them."""
+def constants_to_fill(held: Held, wanted: Iterable[str]) -> dict[str, tuple[Tensor, ...]]:
+    """The constants of ``wanted`` weights, which must be such that bytes can be written into them."""
     found: dict[str, tuple[Tensor, ...]] = {}
-    for fqn, (_, _, constants) in held_constants(model).items():
+    for fqn in wanted:
+        _, _, constants = held[fqn]
         odd = [part for part in constants if not part.is_contiguous() or type(part) is not torch.Tensor]
         if odd:
             raise QuantizedWeightError(
@@ -61,3 +64,29 @@ def constants_to_fill(model: nn.Module) -> dict[str, tuple[Tensor, ...]]:
             )
         found[fqn] = constants
     return found
+
+
+def check_apart(sources: Iterable[tuple[str, Tensor]], into: Mapping[str, tuple[Tensor, ...]]) -> None:
+    """Refuse new values, by FQN, that lie in memory which is about to be written over."""
+    owners: dict[int, list[tuple[str, Tensor]]] = {}
+    for fqn, constants in into.items():
+        for part in constants:
+            owners.setdefault(_place(part), []).append((fqn, part))
+    for fqn, source in sources:
+        parts = source.constants if isinstance(source, QuantizedWeight) else (source,)
+        for owner, written in (pair for part in parts for pair in owners.get(_place(part), ())):
+            if owner != fqn or not _same_view(written, parts):
+                raise ConfigError(
+                    f"the new value of {fqn} lies in the memory of the model's own {owner}, which is "
+                    "written over meanwhile: give a clone of it"
+                )
+
+
+def _place(tensor: Tensor) -> int:
+    # Of an empty tensor there is nothing to write over.
+    return tensor.untyped_storage().data_ptr() if tensor.numel() else id(tensor)
+
+
+def _same_view(part: Tensor, others: tuple[Tensor, ...]) -> bool:
+    where = (part.data_ptr(), part.shape, part.stride())
+    return any((other.data_ptr(), other.shape, other.stride()) == where for other in others)

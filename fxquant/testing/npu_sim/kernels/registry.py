@@ -1,0 +1,101 @@
+"""References become kernels: checks before, the shape and dtype that were promised after."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from fxquant.testing.npu_sim.kernels.layout import host_nd
+from fxquant.testing.npu_sim.kernels.memory import (
+    device_index,
+    drain,
+    is_npu,
+    on_host,
+    refuse_mixed_devices,
+    to_device,
+    to_meta,
+)
+from fxquant.testing.npu_sim.refusals import check_call
+
+Call = SimpleNamespace
+"""The arguments of a call by name, defaults filled in, tensors on the host and in ND."""
+
+Reference = Callable[[Call], Any]
+
+REFERENCES: dict[str, Reference] = {}
+"""By the op's name without its namespace, filled by ``reference``."""
+
+
+def reference(*names: str) -> Callable[[Reference], Reference]:
+    """Make a function the kernel of ``npu::`` ops (overloads as ``name.overload``)."""
+
+    def add(function: Reference) -> Reference:
+        REFERENCES.update(dict.fromkeys(names, function))
+        return function
+
+    return add
+
+
+def op_named(name: str, namespace: str = "npu") -> Any:
+    """The op of a name with or without an overload, or None."""
+    base, _, overload = name.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), base, None), overload or "default", None)
+
+
+def _bound(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+    return Call(**{a.name: given.get(a.name, a.default_value) for a in schema.arguments})
+
+
+def _compare(name: str, promised: Any, got: Any) -> None:
+    wanted = [leaf for leaf in tree_leaves(promised) if isinstance(leaf, Tensor)]
+    found = [leaf for leaf in tree_leaves(got) if isinstance(leaf, Tensor)]
+    if [(t.shape, t.dtype) for t in wanted] != [(t.shape, t.dtype) for t in found]:
+        raise AssertionError(
+            f"npu::{name}: its Meta kernel promises {[(list(t.shape), t.dtype) for t in wanted]}, "
+            f"the reference returned {[(list(t.shape), t.dtype) for t in found]}"
+        )
+
+
+def kernel_of(name: str, function: Reference) -> Callable[..., Any]:
+    """The kernel that runs a reference: Meta kernel, rules of the target, reference, comparison."""
+    op = op_named(name)
+    has_meta = torch._C._dispatch_has_kernel_for_dispatch_key(f"npu::{name}", "Meta")
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        refuse_mixed_devices(f"npu::{name}", (args, kwargs), cpu_too=True)
+        promised = op(*on_host(args, to_meta), **on_host(kwargs, to_meta)) if has_meta else None
+        check_call(name, args, kwargs)
+        drain()
+        call = _bound(op._schema, on_host(args, host_nd), on_host(kwargs, host_nd))
+        result = on_host(function(call), lambda t: t.contiguous() if isinstance(t, Tensor) else t)
+        if has_meta:
+            _compare(name, promised, result)
+        if not any(is_npu(leaf) for leaf in tree_leaves((args, kwargs))):
+            return result
+        index = device_index(None, (args, kwargs))
+        return on_host(result, lambda value: to_device(value, index))
+
+    return kernel
+
+
+@contextlib.contextmanager
+def references_on_cpu() -> Iterator[None]:
+    """Let ``npu::`` ops run on tensors of the CPU too, with the same checks and references.
+
+    For comparisons: a graph of ``npu::`` ops gives the same bits on the CPU and on the simulated device.
+    """
+    library = torch.library.Library("npu", "IMPL")
+    for name, function in REFERENCES.items():
+        if op_named(name) is not None:
+            library.impl(name, kernel_of(name, function), "CPU")
+    try:
+        yield
+    finally:
+        library._destroy()
