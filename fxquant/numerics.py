@@ -6,6 +6,7 @@ Shape suffixes: M tokens (any leading dimensions), N output features, K input fe
 from __future__ import annotations
 
 import math
+from typing import Any, Protocol
 
 import torch
 
@@ -87,8 +88,18 @@ def scratch_for(w_NK: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
     return torch.empty(rows * w_NK.shape[1], dtype=torch.float32, device=w_NK.device)
 
 
+class Writable(Protocol):
+    """A matrix that codes are written to: a tensor, or one made of parts."""
+
+    def __getitem__(self, rows: slice, /) -> Any:
+        """Some rows."""
+
+    def copy_(self, values: torch.Tensor, /) -> object:
+        """Write the whole of it."""
+
+
 def quantize_into(
-    w_NK: torch.Tensor, spec: QuantSpec, codes: torch.Tensor, scale: torch.Tensor, scratch: torch.Tensor
+    w_NK: torch.Tensor, spec: QuantSpec, codes: Writable, scale: torch.Tensor, scratch: torch.Tensor
 ) -> None:
     """``quantize_weight`` into ``codes`` and ``scale``, through ``scratch`` (see ``scratch_for``).
 
@@ -145,9 +156,7 @@ def absmax_into(w_NK: torch.Tensor, spec: QuantSpec, absmax: torch.Tensor) -> No
     torch.maximum(absmax, part, out=absmax)
 
 
-def quantize_with_scale(
-    w_NK: torch.Tensor, scale: torch.Tensor, spec: QuantSpec, codes: torch.Tensor
-) -> None:
+def quantize_with_scale(w_NK: torch.Tensor, scale: torch.Tensor, spec: QuantSpec, codes: Writable) -> None:
     """Codes of a part of a weight whose scales are known."""
     rows, columns = block_of(tuple(w_NK.shape), spec)
     n, k = w_NK.shape

@@ -6,6 +6,7 @@ lowering one entry per target.
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 
@@ -88,14 +89,19 @@ def find_scheme(name: str) -> Scheme:
 class Form:
     """What stands in a parameter's place after loading, and how its uses are to be rewritten.
 
-    Codes are kept ``[N, K]`` whatever the parameter's own layout: ``transposed`` says that the
-    parameter is ``[K, N]`` (GPT-2's Conv1D). ``table`` says that the exact floats are kept beside
-    the codes, for the look-ups of an embedding that shares them with a quantized head.
+    Codes are ``[N, K]`` whatever the parameter's own layout: ``transposed`` says that the parameter is
+    ``[K, N]`` (GPT-2's Conv1D). ``table`` says that the exact floats are kept beside the codes, for the
+    look-ups of an embedding that shares them with a quantized head. ``kn``: codes lie in memory as
+    ``[K, N]``. ``parts_n`` and ``parts_k``: the sizes into which N and K are cut, each part a constant
+    of its own (empty: one part).
     """
 
     scheme: str
     transposed: bool = False
     table: bool = False
+    kn: bool = False
+    parts_n: tuple[int, ...] = ()
+    parts_k: tuple[int, ...] = ()
 
     @property
     def weight(self) -> QuantSpec:
@@ -112,18 +118,74 @@ class Form:
         return spec
 
     @property
+    def codes(self) -> tuple[str, ...]:
+        """Names of the constants that hold codes: parts of N, and in each the parts of K."""
+        count = max(len(self.parts_n), 1) * max(len(self.parts_k), 1)
+        return ("codes",) if count == 1 else tuple(f"codes_{i}" for i in range(count))
+
+    @property
     def constants(self) -> tuple[str, ...]:
         """Names of the constants, in order."""
-        return ("codes", "scale", "table") if self.table else ("codes", "scale")
+        return (*self.codes, "scale", "table") if self.table else (*self.codes, "scale")
+
+    def regions(self, n: int, k: int) -> tuple[tuple[slice, slice], ...]:
+        """Rows and columns of the codes ``[N, K]`` that each part holds."""
+        rows, columns = _slices(self.parts_n or (n,)), _slices(self.parts_k or (k,))
+        return tuple((row, column) for row in rows for column in columns)
+
+    def codes_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """N and K of a parameter of ``shape``."""
+        n, k = shape[::-1] if self.transposed else shape
+        return n, k
+
+    def shapes(
+        self, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and shape of each constant of a parameter of ``shape`` and ``dtype``."""
+        n, k = self.codes_shape(shape)
+        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for name, (rows, columns) in zip(self.codes, self.regions(n, k), strict=True):
+            size = rows.stop - rows.start, columns.stop - columns.start
+            found[name] = (torch.int8, size[::-1] if self.kn else size)
+        found["scale"] = (torch.float32, (n, 1))
+        if self.table:
+            found["table"] = (dtype, shape)
+        return found
 
     def __str__(self) -> str:
-        return f"{self.scheme}{'.t' if self.transposed else ''}{'+table' if self.table else ''}"
+        parts = "".join(
+            f"/{axis}:{','.join(map(str, sizes))}"
+            for axis, sizes in (("n", self.parts_n), ("k", self.parts_k))
+            if sizes
+        )
+        flags = f"{'.t' if self.transposed else ''}{'.kn' if self.kn else ''}"
+        return f"{self.scheme}{flags}{parts}{'+table' if self.table else ''}"
 
     @staticmethod
     def parse(text: str) -> Form:
         """The inverse of ``str``."""
-        name, _, table = text.partition("+")
-        name, _, transposed = name.partition(".")
-        if transposed not in ("", "t") or table not in ("", "table"):
-            raise ConfigError(f"{text!r} is not a form such as 'int8.t+table'")
-        return Form(scheme=find_scheme(name).name, transposed=bool(transposed), table=bool(table))
+        match = _FORM.fullmatch(text)
+        if match is None:
+            raise ConfigError(f"{text!r} is not a form such as 'int8.t+table' or 'int8.kn/n:48384,48384'")
+        return Form(
+            scheme=find_scheme(match["scheme"]).name,
+            transposed=bool(match["transposed"]),
+            table=bool(match["table"]),
+            kn=bool(match["kn"]),
+            parts_n=_sizes(match["n"]),
+            parts_k=_sizes(match["k"]),
+        )
+
+
+_FORM = re.compile(
+    r"(?P<scheme>[a-z0-9_]+)(?P<transposed>\.t)?(?P<kn>\.kn)?(/n:(?P<n>[\d,]+))?(/k:(?P<k>[\d,]+))?(?P<table>\+table)?"
+)
+
+
+def _sizes(text: str | None) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(",") if part) if text else ()
+
+
+def _slices(sizes: tuple[int, ...]) -> list[slice]:
+    ends = list(itertools.accumulate(sizes))
+    return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]

@@ -172,13 +172,10 @@ def expected_constants(
         raise ConfigError(f"the form {str(form)!r} is not one that version {VERSION} of the format stores")
     if len(shape) != 2:
         raise ConfigError(f"the form {str(form)!r} has two dimensions, the shape is {list(shape)}")
-    codes = shape[::-1] if form.transposed else shape
-    parts = {
-        "codes": (torch.int8, codes),
-        "scale": (torch.float32, (codes[0], 1)),
-        "table": (dtype, shape),
-    }
-    return tuple((name, *parts[name]) for name in form.constants)
+    n, k = form.codes_shape(shape)
+    if (form.parts_n and sum(form.parts_n) != n) or (form.parts_k and sum(form.parts_k) != k):
+        raise ConfigError(f"the parts of the form {str(form)!r} do not add up to [{n}, {k}]")
+    return tuple((name, *facts) for name, facts in form.shapes(shape, dtype).items())
 
 
 def key_of(fqn: str, name: str) -> str:

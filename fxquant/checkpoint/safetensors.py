@@ -109,8 +109,13 @@ class FileCheckpoint(Checkpoint):
             text.update(repr(known).encode("utf-8", "backslashreplace"))
             descriptor = self._descriptor(file)
             step = max(SAMPLE_BYTES, state.size // SAMPLES)
-            for offset in range(0, state.size, step):
-                text.update(read_range(self._files, descriptor, offset, SAMPLE_BYTES))
+            try:
+                for offset in range(0, state.size, step):
+                    text.update(read_range(self._files, descriptor, offset, SAMPLE_BYTES))
+            except OSError as error:
+                raise CheckpointFileError(
+                    f"{self._path_of(file)} cannot be read: {error.strerror}"
+                ) from error
         return text.hexdigest()
 
     def read(self, key: str) -> torch.Tensor:

@@ -70,11 +70,11 @@ class Program:
     def run(
         self,
         reads: Sequence[Tensor],
-        outs: Mapping[int, Tensor],
+        outs: Mapping[int, Any],
         scratch: Tensor,
         maxima: Maxima | None = None,
     ) -> None:
-        """Compute and write into the parts ``outs`` of the constants."""
+        """Compute and write into the parts ``outs`` of the constants (tensors, or ``Scattered`` codes)."""
         values = self.compute(reads)
         for end in self.ends:
             value = values[end.source]

@@ -9,7 +9,7 @@ are nodes of the template.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, fx
@@ -47,6 +47,8 @@ class Recipe:
     constants: tuple[str, ...]
     template: int
     keys: tuple[str, ...]
+    laid_out: Form | None = None
+    """The form whose parts the template's codes go into; None: the results are the constants."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,14 +64,22 @@ class LoadGraph:
         """Append the recipe of one weight; its template is made or found."""
         index = self._find(fqn, reads, dtype, form)
         constants = form.constants if form else ("value",)
-        recipe = Recipe(fqn=fqn, constants=constants, template=index, keys=reads.keys)
+        parts = form is not None and not reads.stored and (form.kn or len(form.codes) > 1)
+        recipe = Recipe(
+            fqn=fqn,
+            constants=constants,
+            template=index,
+            keys=reads.keys,
+            laid_out=form if parts else None,
+        )
         self.recipes.append(recipe)
         return recipe
 
     def _find(self, fqn: str, reads: Reads, dtype: torch.dtype, form: Form | None) -> int:
         how = None if reads.convert is None else getattr(reads.convert, "template", reads.convert)
         simple = not reads.same
-        shape_key = (how, reads.stored, reads.dtypes, reads.shapes, dtype, form)
+        plain = replace(form, kn=False, parts_n=(), parts_k=()) if form is not None else None
+        shape_key = (how, reads.stored, reads.dtypes, reads.shapes, dtype, plain)
         if simple and shape_key in self._by_shape:
             return self._by_shape[shape_key]
         gm = make_template(fqn, reads, dtype=dtype, form=form)

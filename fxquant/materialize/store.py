@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +13,25 @@ from fxquant.materialize.meter import Account
 from fxquant.materialize.program import ABSMAX, Maxima
 from fxquant.materialize.recipes import LoadGraph, Recipe, result_vals
 from fxquant.materialize.row_rules import WHOLE
+from fxquant.materialize.scattered import Scattered
 from fxquant.materialize.schedule import Job
+from fxquant.scheme import Form
 
 Constants = dict[str, tuple[Tensor, ...]]
 """FQN -> the constants of its weight, in the order of the recipe."""
+
+
+Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
+
+
+def laid_out_shapes(form: Form, shapes: Shapes) -> Shapes:
+    """Shapes of the constants whose codes lie in parts, from those of a template's results."""
+    n, k = shapes[0][0]
+    parts = []
+    for rows, columns in form.regions(n, k):
+        size = (rows.stop - rows.start, columns.stop - columns.start)
+        parts.append((torch.Size(size[::-1] if form.kn else size), torch.int8))
+    return (*parts, *shapes[1:])
 
 
 class Store:
@@ -49,6 +65,8 @@ class Store:
 
     def _new(self, recipe: Recipe) -> tuple[Tensor, ...]:
         shapes = self._shapes[recipe.template]
+        if recipe.laid_out is not None:
+            shapes = laid_out_shapes(recipe.laid_out, shapes)
         given = self.into.get(recipe.fqn)
         if given is not None:
             found = [(part.shape, part.dtype) for part in given]
@@ -58,12 +76,22 @@ class Store:
         self.account.add(self.device.type, sum(part.nbytes for part in made))
         return made
 
-    def parts(self, job: Job) -> dict[int, Tensor]:
-        """The parts of the constants that a job writes to, by position."""
-        constants = self.allocate(job.recipe)
+    def _results(self, recipe: Recipe) -> Sequence[Any]:
+        """The constants as the template's results: codes that lie in parts are one matrix again."""
+        constants = self.allocate(recipe)
+        form = recipe.laid_out
+        if form is None:
+            return constants
+        n, k = self._shapes[recipe.template][0][0]
+        count = len(form.codes)
+        return (Scattered.of(form, constants[:count], n, k), *constants[count:])
+
+    def parts(self, job: Job) -> dict[int, Any]:
+        """The parts of the constants that a job writes to, by the position of the template's result."""
+        results = self._results(job.recipe)
         parts = {}
         for index, place in job.tile.outs:
-            whole = constants[index]
+            whole = results[index]
             if place is WHOLE:
                 parts[index] = whole
             else:
@@ -78,7 +106,7 @@ class Store:
         fqn = job.recipe.fqn
         with self.lock:
             if fqn not in self._maxima:
-                scale = self.allocate(job.recipe)[ends[0].outs[1]]
+                scale = self._results(job.recipe)[ends[0].outs[1]]
                 self._maxima[fqn] = Maxima(scale, threading.Lock())
             return self._maxima[fqn]
 

@@ -4,6 +4,8 @@ Before: ``w : bfloat16[N, K]``, a placeholder.
 After: ``w_codes : int8[N, K]``, ``w_scale : float32[N, 1]`` and
 ``dequantize_weight(w_codes, w_scale, bfloat16)``, so that every use sees the float values that the
 codes stand for; uses that can take codes are rewritten later. A ``[K, N]`` parameter gets a ``t``.
+Codes in parts, or laid out as ``[K, N]``, are put together by ``cat`` and ``t``, which a target that
+asked for them takes apart again.
 The new placeholders carry the ``Form`` in ``meta["form"]``, which tells later passes the scheme.
 Look-ups of a form with a table read ``w_table : bfloat16[N, K]``, the exact floats.
 """
@@ -35,6 +37,17 @@ def expand_weights(gm: fx.GraphModule, forms: Mapping[str, Form]) -> int:
     return count
 
 
+def _whole_codes(gm: fx.GraphModule, parts: list[fx.Node], form: Form) -> fx.Node:
+    """Codes ``[N, K]`` from their parts; the target's lowering uses the parts."""
+    turned = [call(gm, aten.t.default, (part,)) for part in parts] if form.kn else parts
+    width = max(len(form.parts_k), 1)
+    rows = [turned[i : i + width] for i in range(0, len(turned), width)]
+    joined = [row[0] if width == 1 else call(gm, aten.cat.default, (row, 1)) for row in rows]
+    codes = joined[0] if len(joined) == 1 else call(gm, aten.cat.default, (joined, 0))
+    codes.meta["form"] = form
+    return codes
+
+
 def _expand(gm: fx.GraphModule, node: fx.Node, form: Form) -> None:
     uses = weight_uses(node)
     for use in uses:
@@ -44,12 +57,11 @@ def _expand(gm: fx.GraphModule, node: fx.Node, form: Form) -> None:
                 f"would be lost. Keep it float: ignore=[...] with its name."
             )
     mode, val = fake_mode_of(gm), value(node)
-    n, k = tuple(val.shape)[::-1] if form.transposed else tuple(val.shape)
+    shapes = form.shapes(tuple(val.shape), val.dtype)
     with mode:
         vals = {
-            "codes": torch.empty((n, k), dtype=torch.int8, device=val.device),
-            "scale": torch.empty((n, 1), dtype=torch.float32, device=val.device),
-            "table": torch.empty(val.shape, dtype=val.dtype, device=val.device),
+            name: torch.empty(shape, dtype=dtype, device=val.device)
+            for name, (dtype, shape) in shapes.items()
         }
     parts = {}
     with gm.graph.inserting_before(node):
@@ -59,10 +71,9 @@ def _expand(gm: fx.GraphModule, node: fx.Node, form: Form) -> None:
             parts[name].meta["form"] = form
     users = tuple(node.users)
     last = placeholders(gm)[-1]
-    with gm.graph.inserting_after(last):
-        anchor = call(
-            gm, torch.ops.fxquant.dequantize_weight.default, (parts["codes"], parts["scale"], val.dtype)
-        )
+    with gm.graph.inserting_before(last.next):
+        codes = _whole_codes(gm, [parts[name] for name in form.codes], form)
+        anchor = call(gm, torch.ops.fxquant.dequantize_weight.default, (codes, parts["scale"], val.dtype))
     floats = anchor
     if form.transposed:
         with gm.graph.inserting_after(anchor):

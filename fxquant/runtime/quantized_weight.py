@@ -37,8 +37,9 @@ NO_STORAGE = (
 class QuantizedWeight(Tensor):
     """Codes and scales in the place of a float weight. See the module's docstring.
 
-    Attributes: ``codes`` int8 ``[N, K]``, ``scale`` float32 ``[N, 1]``, ``table`` (the exact floats,
-    or None), ``form``, and ``state``, the counters of the model it belongs to.
+    Attributes: one for each constant of the form (``codes`` int8 ``[N, K]``, or its parts ``codes_0``,
+    ...; ``scale`` float32 ``[N, 1]``; ``table``, the exact floats, or None), ``form``, and ``state``,
+    the counters of the model it belongs to.
     """
 
     codes: Tensor
@@ -55,10 +56,10 @@ class QuantizedWeight(Tensor):
         state: RunState | None = None,  # noqa: ARG004 - for __init__
     ) -> Self:
         """A wrapper of the float weight's shape over ``constants``, in the order of the form."""
-        codes = constants[0]
-        shape = tuple(codes.shape)[::-1] if form.transposed else tuple(codes.shape)
+        n, k = whole_shape(constants, form)
+        shape = (k, n) if form.transposed else (n, k)
         return Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype, device=codes.device, requires_grad=False
+            cls, shape, dtype=dtype, device=constants[0].device, requires_grad=False
         )
 
     def __init__(
@@ -68,19 +69,32 @@ class QuantizedWeight(Tensor):
         dtype: torch.dtype,
         state: RunState | None = None,
     ) -> None:
-        self.codes, self.scale, *table = constants
-        self.table = table[0] if table else None
         self.form = form
+        self.table = None
+        for name, part in zip(form.constants, constants, strict=True):
+            setattr(self, name, part)
         self.state = state or RunState()
 
     @property
     def constants(self) -> tuple[Tensor, ...]:
         """The constants in the order of the form."""
-        return (self.codes, self.scale) if self.table is None else (self.codes, self.scale, self.table)
+        return tuple(getattr(self, name) for name in self.form.constants)
+
+    def whole_codes(self) -> Tensor:
+        """Codes ``[N, K]``: a view where they are in one part, else put together."""
+        parts = [getattr(self, name) for name in self.form.codes]
+        turned = [part.t() for part in parts] if self.form.kn else parts
+        width = max(len(self.form.parts_k), 1)
+        rows = (
+            [torch.cat(turned[i : i + width], 1) for i in range(0, len(turned), width)]
+            if width > 1
+            else turned
+        )
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def dequantize(self) -> Tensor:
         """A plain float tensor of the claimed shape and dtype: what the codes stand for."""
-        floats = numerics.dequantize_weight(self.codes, self.scale, self.dtype)
+        floats = numerics.dequantize_weight(self.whole_codes(), self.scale, self.dtype)
         return floats.t() if self.form.transposed else floats
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, torch.dtype]]:
@@ -96,8 +110,8 @@ class QuantizedWeight(Tensor):
     def like(self, constants: tuple[Tensor, ...], dtype: torch.dtype | None = None) -> QuantizedWeight:
         """The same weight over other constants; a table follows ``dtype``."""
         dtype = dtype or self.dtype
-        if len(constants) == 3:
-            constants = (*constants[:2], constants[2].to(dtype))
+        if self.form.table:
+            constants = (*constants[:-1], constants[-1].to(dtype))
         return QuantizedWeight(constants, self.form, dtype, self.state)
 
     def as_parameter(self) -> nn.Parameter:
@@ -199,7 +213,7 @@ def _linear(input: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) 
             f"expected the input and the weight to have the same dtype, got {input.dtype} and {weight.dtype}"
         )
     weight.state.eager_linears += 1
-    return quantized_linear(input, weight.codes, weight.scale, bias, weight.form, weight.state.kernel)
+    return quantized_linear(input, weight.whole_codes(), weight.scale, bias, weight.form, weight.state.kernel)
 
 
 def _has_table(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -260,7 +274,7 @@ def _is_traced(weight: QuantizedWeight) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 
-    return weight.codes.is_meta or isinstance(weight.codes, (FakeTensor, FunctionalTensor))
+    return weight.scale.is_meta or isinstance(weight.scale, (FakeTensor, FunctionalTensor))
 
 
 def _count(weight: QuantizedWeight, func: Any) -> None:
@@ -307,8 +321,19 @@ def _copy_(func: Any, weight: QuantizedWeight, source: Tensor, non_blocking: boo
 def quantize_values(values: Tensor, form: Form) -> tuple[Tensor, ...]:
     """The constants of ``form`` for float ``values`` in the parameter's layout."""
     rows = values.t() if form.transposed else values
-    parts = numerics.quantize_weight(rows.detach(), form.weight)
-    return (*parts, values.detach().clone()) if form.table else parts
+    codes, scale = numerics.quantize_weight(rows.detach(), form.weight)
+    n, k = codes.shape
+    parts = [codes[region] for region in form.regions(n, k)]
+    parts = [part.t().contiguous() if form.kn else part.contiguous() for part in parts]
+    return (*parts, scale, values.detach().clone()) if form.table else (*parts, scale)
+
+
+def whole_shape(constants: tuple[Tensor, ...], form: Form) -> tuple[int, int]:
+    """N and K of the codes that ``constants`` hold."""
+    width = max(len(form.parts_k), 1)
+    k_axis = 0 if form.kn else 1
+    scale = constants[len(form.codes)]
+    return scale.shape[0], sum(part.shape[k_axis] for part in constants[:width])
 
 
 def _no_storage(func: Any, *args: Any, **kwargs: Any) -> NoReturn:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from torch import Tensor
+
 from fxquant.targets.npu_chip import NpuChip, parse_chip
+from fxquant.targets.npu_rules import refusal_of_call
 from fxquant.testing.npu_sim.settings import Settings
 
 
@@ -29,10 +32,10 @@ def _chip(soc: str, cann: str) -> NpuChip:
     return parse_chip(f"{soc},cann={cann}")
 
 
-def check_call(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse what the table of the target refuses."""
-    from fxquant.targets.npu_rules import refusal_of_call
-
-    refusal = refusal_of_call(op, args, kwargs, simulated_chip())
+def check_call(
+    op: str, args: Sequence[Any], kwargs: Mapping[str, Any], is_nz: Callable[[Tensor], bool]
+) -> None:
+    """Refuse what the table of the target refuses; ``is_nz`` tells what is in FRACTAL_NZ."""
+    refusal = refusal_of_call(op, args, kwargs, simulated_chip(), is_nz=is_nz)
     if refusal is not None:
         refuse(op, refusal.reason)

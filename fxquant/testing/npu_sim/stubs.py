@@ -36,13 +36,27 @@ _LIBRARY_OF_PREFIX = {"Hccl": "libhccl.so", "hcom": "libhccl.so", "_ZN3atb": "li
 _OPENED = ("libopapi.so",)
 
 # Looked up by name at run time, so in no symbol table; doing nothing is right.
-_NO_OPS = """
-aclrtSetDeviceSatMode aclrtSetOpExecuteTimeOut aclrtSetOpExecuteTimeOutV2 aclrtSetOpWaitTimeout
-aclrtSetStreamFailureMode aclrtSetStreamOverflowSwitch aclrtSetStreamAttribute
-aclrtSetSysParamOpt aclrtCtxSetSysParamOpt aclrtSubscribeReport aclrtUnSubscribeReport aclrtCmoAsync
-aclrtSetDeviceResLimit aclrtResetDeviceResLimit aclrtSetStreamResLimit aclrtResetStreamResLimit
-aclrtUseStreamResInCurrentThread aclrtUnuseStreamResInCurrentThread HcclSetConfig
-""".split()
+_NO_OPS = [
+    "aclrtSetDeviceSatMode",
+    "aclrtSetOpExecuteTimeOut",
+    "aclrtSetOpExecuteTimeOutV2",
+    "aclrtSetOpWaitTimeout",
+    "aclrtSetStreamFailureMode",
+    "aclrtSetStreamOverflowSwitch",
+    "aclrtSetStreamAttribute",
+    "aclrtSetSysParamOpt",
+    "aclrtCtxSetSysParamOpt",
+    "aclrtSubscribeReport",
+    "aclrtUnSubscribeReport",
+    "aclrtCmoAsync",
+    "aclrtSetDeviceResLimit",
+    "aclrtResetDeviceResLimit",
+    "aclrtSetStreamResLimit",
+    "aclrtResetStreamResLimit",
+    "aclrtUseStreamResInCurrentThread",
+    "aclrtUnuseStreamResInCurrentThread",
+    "HcclSetConfig",
+]
 
 _DEFINITION = re.compile(r"^API [^;{(]*?\b(\w+)\(", flags=re.MULTILINE)
 
@@ -117,8 +131,9 @@ def stub_libraries(cache: Path | None = None) -> Path:
 def _package(name: str) -> Path:
     """The folder of an installed package, without importing it."""
     spec = importlib.util.find_spec(name)
-    assert spec is not None and spec.origin is not None, f"{name} is not installed"
-    return Path(spec.origin).parent
+    origin = None if spec is None else spec.origin
+    assert origin is not None, f"{name} is not installed"
+    return Path(origin).parent
 
 
 def _build(out: Path) -> None:
@@ -141,11 +156,9 @@ def do_nothing_source(symbols: Iterable[str]) -> str:
     """C source with a function that returns 0 for each symbol; labels give C++ symbols their name."""
     lines = ["extern void stub_cann_trace(const char *);"]
     for index, symbol in enumerate(symbols):
-        lines += [
-            f'long stub_{index}(void) __asm__("{symbol}");',
-            f'__attribute__((visibility("default"))) long stub_{index}(void) '
-            f'{{ stub_cann_trace("{symbol}"); return 0; }}',
-        ]
+        body = f'{{ stub_cann_trace("{symbol}"); return 0; }}'
+        lines.append(f'long stub_{index}(void) __asm__("{symbol}");')
+        lines.append(f'__attribute__((visibility("default"))) long stub_{index}(void) {body}')
     return "\n".join(lines) + "\n"
 
 

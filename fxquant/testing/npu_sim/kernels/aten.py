@@ -50,7 +50,8 @@ _NATIVE = {
 _ACROSS = ("copy", "set_", "index", "_foreach", "_amp")
 
 
-def _registered(key: str, namespace: str) -> list[str]:
+def registered(key: str, namespace: str) -> list[str]:
+    """Ops of a namespace with a kernel for a dispatch key, without the namespace."""
     prefix = f"{namespace}::"
     names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
     return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
@@ -130,7 +131,7 @@ def _attention(
     needs_grad = any(t is not None and t.requires_grad for t in operands)
     if torch.is_grad_enabled() and needs_grad:
         composite = torch.ops.aten._scaled_dot_product_attention_math
-        return composite(  # type: ignore[no-any-return]
+        return composite(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
     refuse_mixed_devices("scaled_dot_product_attention", operands, cpu_too=True)
@@ -139,11 +140,11 @@ def _attention(
     out = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
-    return to_device(out, query.device.index)  # type: ignore[no-any-return]
+    return to_device(out, query.device.index)
 
 
 def _override_kernels(library: torch.library.Library) -> None:
-    for name in _registered("PrivateUse1", "aten"):
+    for name in registered("PrivateUse1", "aten"):
         op = op_named(name, "aten")
         if name in _NATIVE or op is None:
             continue
@@ -155,7 +156,7 @@ def _override_kernels(library: torch.library.Library) -> None:
 
 def _override_composites(library: torch.library.Library) -> None:
     """Torch's own decompositions, where torch_npu's call its device kernels directly from C++."""
-    for name in _registered("AutogradPrivateUse1", "aten"):
+    for name in registered("AutogradPrivateUse1", "aten"):
         op = op_named(name, "aten")
         if op is None or name in _NATIVE:
             continue
@@ -170,4 +171,3 @@ def install_aten(library: torch.library.Library) -> None:
     _override_composites(library)
     for key in ("PrivateUse1", "AutogradPrivateUse1"):
         library.impl("scaled_dot_product_attention", _attention, key, allow_override=True)
-

@@ -78,7 +78,9 @@ def format_cast(tensor: Tensor, acl_format: int) -> Tensor:
         host(out).copy_(host_nd(tensor))
         return out
     if tensor.dim() < 2 or 0 in tensor.shape:
-        refuse("npu_format_cast", f"FRACTAL_NZ needs two dimensions or more, none of 0, got {list(tensor.shape)}")
+        refuse(
+            "npu_format_cast", f"FRACTAL_NZ needs two dimensions or more, none of 0, got {list(tensor.shape)}"
+        )
     out = torch_npu.empty_with_format(
         tensor.shape, dtype=tensor.dtype, device=tensor.device, acl_format=FRACTAL_NZ
     )

@@ -38,7 +38,7 @@ def host(value: Any) -> Any:
     out = torch.empty(0, dtype=value.dtype)
     if flat.numel() == 0:
         return out.new_empty(value.shape)
-    return out.set_(flat.untyped_storage(), value.storage_offset(), value.size(), value.stride())  # type: ignore[call-overload]
+    return out.set_(flat.untyped_storage(), value.storage_offset(), value.size(), value.stride())
 
 
 def to_device(value: Any, index: int) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from fxquant.testing.npu_sim.kernels.layout import host_nd
+from fxquant.testing.npu_sim.kernels.layout import host_nd, is_nz
 from fxquant.testing.npu_sim.kernels.memory import (
     device_index,
     drain,
@@ -71,7 +71,7 @@ def kernel_of(name: str, function: Reference) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         refuse_mixed_devices(f"npu::{name}", (args, kwargs), cpu_too=True)
         promised = op(*on_host(args, to_meta), **on_host(kwargs, to_meta)) if has_meta else None
-        check_call(name, args, kwargs)
+        check_call(name, args, kwargs, is_nz)
         drain()
         call = _bound(op._schema, on_host(args, host_nd), on_host(kwargs, host_nd))
         result = on_host(function(call), lambda t: t.contiguous() if isinstance(t, Tensor) else t)

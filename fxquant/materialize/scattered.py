@@ -1,0 +1,48 @@
+"""Codes ``[N, K]`` that lie in several constants, or as ``[K, N]``: written to like one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fxquant.scheme import Form
+
+
+class Scattered:
+    """A matrix made of views of parts of others, each at its place (rows, columns). It can be written."""
+
+    def __init__(self, pieces: Sequence[tuple[slice, slice, Tensor]], shape: tuple[int, int]) -> None:
+        self.pieces = tuple(pieces)
+        self.shape = shape
+
+    @staticmethod
+    def of(form: Form, parts: Sequence[Tensor], n: int, k: int) -> Scattered:
+        """The codes of a weight of ``form``, over the constants that hold them."""
+        views = [part.t() for part in parts] if form.kn else parts
+        pieces = [(*region, view) for region, view in zip(form.regions(n, k), views, strict=True)]
+        return Scattered(pieces, (n, k))
+
+    def narrow(self, axis: int, start: int, length: int) -> Scattered:
+        """A range of rows (``axis`` 0) or columns (1)."""
+        stop = start + length
+        pieces = []
+        for rows, columns, view in self.pieces:
+            span = (rows, columns)[axis]
+            low, high = max(start, span.start), min(stop, span.stop)
+            if low >= high:
+                continue
+            place = slice(low - start, high - start)
+            inner = view.narrow(axis, low - span.start, high - low)
+            pieces.append((place, columns, inner) if axis == 0 else (rows, place, inner))
+        shape = (length, self.shape[1]) if axis == 0 else (self.shape[0], length)
+        return Scattered(pieces, shape)
+
+    def __getitem__(self, rows: slice) -> Scattered:
+        start, stop, _ = rows.indices(self.shape[0])
+        return self.narrow(0, start, stop - start)
+
+    def copy_(self, values: Tensor) -> None:
+        """Write a matrix of this shape."""
+        for rows, columns, view in self.pieces:
+            view.copy_(values[rows, columns])
