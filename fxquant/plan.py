@@ -38,7 +38,8 @@ class Stored:
 class WeightPlan:
     """What becomes of one parameter or buffer.
 
-    ``form`` is ``float`` or the text of a ``Form``; ``reason`` says why. ``stored`` are the tensors
+    ``form`` is ``float`` or the text of a ``Form``; ``reason`` says why, ``rejected`` why not other
+    forms that the target knows. ``stored`` are the tensors
     it is made of, by ``rule``; ``same`` are keys of tied names whose values must be equal.
     ``resident_bytes`` stay after loading; ``transient_bytes`` are needed on top of them by each
     worker that makes the weight, in so many ``tiles``; ``whole`` says why it is not tiled.
@@ -56,6 +57,7 @@ class WeightPlan:
     stored: tuple[Stored, ...] = ()
     same: tuple[Stored, ...] = ()
     rule: str = ""
+    rejected: tuple[tuple[str, str], ...] = ()
     float_bytes: int = 0
     resident_bytes: int = 0
     transient_bytes: int = 0
@@ -132,6 +134,7 @@ class Plan:
             f"{weight.fqn}: {list(weight.shape)} {weight.dtype} -> {weight.form}",
             f"  why: {weight.reason}",
         ]
+        lines += [f"  not {kind}: {reason}" for kind, reason in weight.rejected]
         if weight.aliases:
             lines.append(f"  tied with: {', '.join(weight.aliases)}")
         if weight.uses:
@@ -255,6 +258,7 @@ def _weight_from(row: dict[str, Any]) -> WeightPlan:
         row[name] = tuple(Stored(**{**part, "shape": tuple(part["shape"])}) for part in row[name])
     for name in ("aliases", "uses", "shape"):
         row[name] = tuple(row[name])
+    row["rejected"] = tuple((kind, reason) for kind, reason in row["rejected"])
     return WeightPlan(**row)
 
 

@@ -308,6 +308,7 @@ def _rows(
                 stored=tuple(stored[:count]),
                 same=tuple(stored[count:]),
                 rule=entry.rule,
+                rejected=decision.rejected,
                 float_bytes=group.tensor.numel() * group.tensor.element_size(),
                 resident_bytes=scheduler.resident[recipe.template],
                 transient_bytes=tiling.peak_bytes,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,17 +33,42 @@ class Limit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How the codes of a weight are to lie, why, and why not otherwise.
+
+    ``kn``, ``parts_n``, ``parts_k`` as in ``scheme.Form``. ``rejected``: alternatives and reasons.
+    """
+
+    kn: bool = False
+    parts_n: tuple[int, ...] = ()
+    parts_k: tuple[int, ...] = ()
+    reason: str = ""
+    rejected: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """A device family (or one chip and software version of it) as a table.
 
     ``kernels`` maps each dialect op that the target runs to the op that stands for it; ``limits``
-    holds what no fake kernel checks. Tests pass their own ``Target`` to impose a limit.
+    holds what no fake kernel checks. ``arrange(n=, k=, dtype=)`` decides how the codes of a weight
+    lie (default: ``[N, K]`` in one part), and ``lower(gm)`` replaces dialect ops where renaming them
+    is not enough; both must be picklable. Tests pass their own ``Target`` to impose a limit.
     """
 
     name: str
     device_type: str
     kernels: Mapping[str, Kernel]
     limits: tuple[Limit, ...] = field(default=())
+    arrange: Callable[..., Layout | Refusal] | None = None
+    lower: Callable[[Any], int] | None = None
+
+    def lay_out(self, op: str, *, n: int, k: int, dtype: object) -> Layout | Refusal:
+        """How the codes of a weight of float ``dtype`` lie for ``op``, or why it cannot take codes."""
+        admitted = self.admits(op, n=n, k=k)
+        if isinstance(admitted, Refusal):
+            return admitted
+        return Layout() if self.arrange is None else self.arrange(n=n, k=k, dtype=dtype)
 
     def admits(self, op: str, *, n: int, k: int) -> Kernel | Refusal:
         """The kernel for ``op`` on a weight of ``n`` output and ``k`` input features, or why not."""

@@ -16,7 +16,7 @@ from fxquant.config import Choice
 from fxquant.graph import target_name
 from fxquant.passes.weight_uses import LinearUse, OtherUse
 from fxquant.scheme import Form
-from fxquant.target import Refusal, Target
+from fxquant.target import Layout, Refusal, Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +45,8 @@ class Decision:
     reason: str
     asked: bool = False
     """Whether a scheme was asked for, so that staying float is a refusal."""
+    rejected: tuple[tuple[str, str], ...] = ()
+    """Other layouts that the target could have taken, and why it did not."""
 
 
 def describe(uses: Sequence[Use]) -> tuple[str, ...]:
@@ -68,25 +70,37 @@ def choose_form(
     tied = any(use.lookup for use in others)
     if tied and not choice.asked:
         return Decision(form=None, reason="head tied to an embedding: stays float unless a config entry asks")
-    refusal = _refuse(linears, others, shape, dtype, choice, target)
-    if refusal is not None:
-        return Decision(form=None, reason=refusal.reason, asked=True)
+    layout = _layout(linears, others, shape, dtype, choice, target)
+    if isinstance(layout, Refusal):
+        return Decision(form=None, reason=layout.reason, asked=True)
     transposed = linears[0].k_axis == 0
-    form = Form(scheme=scheme.name, transposed=transposed, table=tied)
-    layout = ", [in, out] layout" if transposed else ""
-    table = ", exact float table kept for look-ups" if tied else ""
-    return Decision(form=form, reason=f"{choice.reason}{layout}{table}", asked=True)
+    form = Form(
+        scheme=scheme.name,
+        transposed=transposed,
+        table=tied,
+        kn=layout.kn,
+        parts_n=layout.parts_n,
+        parts_k=layout.parts_k,
+    )
+    parts = [
+        choice.reason,
+        "[in, out] layout" if transposed else "",
+        "exact float table kept for look-ups" if tied else "",
+        layout.reason,
+    ]
+    reason = ", ".join(part for part in parts if part)
+    return Decision(form=form, reason=reason, asked=True, rejected=layout.rejected)
 
 
-def _refuse(
+def _layout(
     linears: Sequence[Use],
     others: Sequence[Use],
     shape: Sequence[int],
     dtype: torch.dtype,
     choice: Choice,
     target: Target,
-) -> Refusal | None:
-    """Why a weight that a scheme was asked for cannot take it."""
+) -> Layout | Refusal:
+    """How the codes of a weight are to lie, or why a scheme that was asked for cannot be taken."""
     blocked = [use for use in others if not use.lookup]
     if blocked:
         return Refusal(reason=f"also {blocked[0].refusal}")
@@ -101,5 +115,4 @@ def _refuse(
     n, k = shape[1 - k_axis], shape[k_axis]
     if n == 0 or k == 0:
         return Refusal(reason="the weight is empty")
-    admitted = target.admits("fxquant::scaled_mm", n=n, k=k)
-    return admitted if isinstance(admitted, Refusal) else None
+    return target.lay_out("fxquant::scaled_mm", n=n, k=k, dtype=dtype)

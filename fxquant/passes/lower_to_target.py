@@ -1,7 +1,7 @@
 """Replaces dialect ops by the ops of the target that stand for them.
 
 Before: ``fxquant.scaled_mm(...)``. After, on a CPU whose ``_int_mm`` passed its self-test:
-``fxquant_cpu.scaled_mm(...)``, the same operands.
+``fxquant_cpu.scaled_mm(...)``, the same operands. A target may bring a lowering of its own.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ def resolve(op: str) -> torch._ops.OpOverload:
 
 def lower_to_target(gm: fx.GraphModule, target: Target) -> int:
     """Replace the ops that ``target`` has a kernel of its own for; the number of them."""
+    if target.lower is not None:
+        return target.lower(gm)
     count = 0
     for op, kernel in target.kernels.items():
         if kernel.op == op:

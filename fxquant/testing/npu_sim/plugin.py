@@ -41,23 +41,25 @@ def pytest_report_header() -> str:
 
 
 def _clean(module: Any) -> None:
-    gc.collect()
     module.synchronize()
+    devices = range(module.device_count())
+    if any(module.memory_allocated(device) for device in devices):
+        gc.collect()
     module.empty_cache()
-    for device in range(module.device_count()):
+    for device in devices:
         module.reset_peak_memory_stats(device)
 
 
 @pytest.fixture
 def npu() -> Iterator[torch.device]:
-    """The device ``npu:0``, with its cache empty and its peaks reset, before and after."""
+    """The device ``npu:0``, with its cache empty and its peaks reset."""
     if _reason:
         pytest.skip(_reason[0])
     module = vars(torch)["npu"]
     module.set_device(0)
     _clean(module)
     yield torch.device("npu:0")
-    _clean(module)
+    module.synchronize()
 
 
 @pytest.fixture

@@ -1,0 +1,150 @@
+"""Parts of a wide output that go straight to the consumers which would cut it anyway (adaLN chunks).
+
+Before: ``a, b, c = chunk(silu(cat(p, q)), 3, -1)``. After: ``a = slice(silu(p))`` and so on, no ``cat``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import fx
+
+from fxquant.graph import call, inserting_before, is_call, value
+
+aten = torch.ops.aten
+
+_LISTS = (
+    aten.chunk.default,
+    aten.split.Tensor,
+    aten.split.sizes,
+    aten.split_with_sizes.default,
+    aten.tensor_split.sections,
+    aten.tensor_split.indices,
+    aten.unsafe_chunk.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+)
+_POINTWISE = (
+    aten.silu.default, aten.gelu.default, aten.relu.default, aten.sigmoid.default, aten.tanh.default,
+    aten.to.dtype, aten.neg.default, aten.exp.default, aten.mul.Scalar, aten.add.Scalar, aten.clone.default,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A node that takes the range ``start:stop`` of the last axis of an output."""
+
+    node: fx.Node
+    start: int
+    stop: int
+
+
+def cuts_of(node: fx.Node) -> tuple[int, ...]:
+    """Offsets where every consumer of ``node`` cuts its last axis; none where one reads across them."""
+    found = pieces_of(node)
+    if found is None:
+        return ()
+    n = value(node).shape[-1]
+    return tuple(sorted({end for piece in found[1] for end in (piece.start, piece.stop)} - {0, n}))
+
+
+def pieces_of(node: fx.Node) -> tuple[list[fx.Node], list[Piece]] | None:
+    """Unary pointwise ops between ``node`` and its cuts, and the cuts; None where it is read whole."""
+    chain: list[fx.Node] = []
+    while len(node.users) == 1 and is_call(next(iter(node.users)), *_POINTWISE):
+        user = next(iter(node.users))
+        if user.all_input_nodes != [node]:
+            return None
+        chain.append(user)
+        node = user
+    pieces: list[Piece] = []
+    for user in node.users:
+        found = _pieces(node, user)
+        if found is None:
+            return None
+        pieces += found
+    return (chain, pieces) if pieces else None
+
+
+def _pieces(source: fx.Node, user: fx.Node) -> list[Piece] | None:
+    rank, n = value(source).dim(), value(source).shape[-1]
+    if user.all_input_nodes != [source] or not isinstance(n, int):
+        return None
+    if is_call(user, *_LISTS):
+        axis = user.args[2] if len(user.args) > 2 else user.kwargs.get("dim", 0)
+        if axis not in (-1, rank - 1):
+            return None
+        ends = [0]
+        for part in value(user):
+            ends.append(ends[-1] + part.shape[-1])
+        if not all(is_call(item, operator.getitem) for item in user.users):
+            return None
+        indices = {item: cast("int", item.args[1]) % len(value(user)) for item in user.users}
+        return [Piece(node=item, start=ends[i], stop=ends[i + 1]) for item, i in indices.items()]
+    if is_call(user, aten.slice.Tensor):
+        axis, start, stop, step = (*user.args[1:], *(0, 0, None, 1)[len(user.args) - 1 :])
+        if axis not in (-1, rank - 1) or step != 1 or user.kwargs:
+            return None
+        a, b, _ = slice(cast("int | None", start), cast("int | None", stop)).indices(n)
+        return [Piece(node=user, start=a, stop=b)] if a < b else None
+    return None
+
+
+def follow_cuts(gm: fx.GraphModule, node: fx.Node, outs: Sequence[fx.Node]) -> bool:
+    """Give the consumers of ``node`` their pieces of ``outs``, its parts; False where one needs more."""
+    found = pieces_of(node)
+    if found is None:
+        return False
+    chain, pieces = found
+    starts = [0]
+    for out in outs:
+        starts.append(starts[-1] + value(out).shape[-1])
+    homes = [_home(piece, starts) for piece in pieces]
+    if None in homes:
+        return False
+    last = chain[-1] if chain else node
+    parts = list(outs)
+    for step in chain:
+        with inserting_before(gm, step):
+            parts = [call(gm, cast("torch._ops.OpOverload", step.target), (part, *step.args[1:]), dict(step.kwargs))
+                     for part in parts]  # fmt: skip
+    for piece, home in zip(pieces, homes, strict=True):
+        index = cast("int", home)
+        _replace(gm, piece, parts[index], starts[index])
+    _erase(gm, last, node)
+    return True
+
+
+def _home(piece: Piece, starts: Sequence[int]) -> int | None:
+    """The part that holds the whole piece."""
+    for i, (start, stop) in enumerate(zip(starts, starts[1:], strict=False)):
+        if start <= piece.start and piece.stop <= stop:
+            return i
+    return None
+
+
+def _replace(gm: fx.GraphModule, piece: Piece, part: fx.Node, start: int) -> None:
+    new = part
+    if (piece.start, piece.stop) != (start, start + value(part).shape[-1]):
+        with inserting_before(gm, piece.node):
+            args = (part, -1, piece.start - start, piece.stop - start)
+            new = call(gm, aten.slice.Tensor, args)
+    piece.node.replace_all_uses_with(new)
+
+
+def _erase(gm: fx.GraphModule, last: fx.Node, node: fx.Node) -> None:
+    """Erase what is now unused between ``node`` and its cuts, from the end."""
+    doomed: list[fx.Node] = []
+    stack = [node]
+    while stack:
+        one = stack.pop()
+        for user in one.users:
+            doomed.append(user)
+            stack.append(user)
+    assert last is node or last in doomed
+    for one in sorted(set(doomed), reverse=True):
+        gm.graph.erase_node(one)
