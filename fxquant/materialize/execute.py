@@ -22,7 +22,6 @@ from fxquant.materialize.progress import Progress, Report
 from fxquant.materialize.recipes import LoadGraph
 from fxquant.materialize.schedule import LOOKAHEAD, Batch, Job, Schedule, thin
 from fxquant.materialize.sources import (
-    Buffer,
     Worker,
     check_source,
     copy_direct,
@@ -222,7 +221,7 @@ class Load:
     def _work(self) -> None:
         """Take batches until there are none, or one has failed."""
         torch.set_num_threads(1)
-        worker = Worker(schedule=self.schedule, account=self.account)
+        worker = Worker(schedule=self.schedule, account=self.account, device=self.store.device)
         try:
             with torch.no_grad():
                 worker.begin()
@@ -255,12 +254,14 @@ class Load:
         return not any(job.tile.phase and self.left[_first_pass(job)] for job in batch.jobs)
 
     def _do(self, batch: Batch, worker: Worker) -> None:
-        own = Buffer(batch.buffer_bytes, self.account) if batch.own else None
+        own = worker.make_buffer(batch.buffer_bytes) if batch.own else None
         if isinstance(self.checkpoint, FileCheckpoint) and not isinstance(self.checkpoint, MappedCheckpoint):
             tensors = read_batch(batch, self.checkpoint, self.store, own or worker.buffer)
             for job, reads in zip(batch.jobs, tensors, strict=True):
                 if job.tile.direct is None:
                     self._compute(job, reads, worker.scratch)
+                elif reads:
+                    self.store.place(job, reads[0])
                 reads.clear()
             del tensors
         else:
@@ -288,6 +289,12 @@ class Load:
     def _compute(self, job: Job, reads: list[Tensor], scratch: Tensor) -> None:
         """Run a job's program into the constants."""
         program = job.tile.program
+        moved = 0
+        if self.store.device.type != "cpu":
+            # A plain copy: it is done when it returns, so that the buffer can be read into again.
+            reads = [read.to(self.store.device) for read in reads]
+            moved = sum(read.nbytes for read in reads)
+            self.account.add(self.store.device.type, moved)
         parts, maxima = self.store.parts(job), self.store.maxima(job)
         # Programs without calls make no tensors of note, and a dispatch mode costs time.
         metered = LiveBytes(self.account) if job.tile.transient else contextlib.nullcontext()
@@ -297,6 +304,8 @@ class Load:
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             keys = ", ".join(job.recipe.keys)
             raise FxquantError(f"while making {job.recipe.fqn} from {keys}: {error}") from error
+        finally:
+            self.account.add(self.store.device.type, -moved)
 
     def _mark(self, index: int) -> None:
         """Note that a batch is done, and tell."""
@@ -350,8 +359,9 @@ class Load:
     def run_stream(self, arrivals: Arrivals, checkpoint: StreamCheckpoint) -> None:
         """Do each job as soon as what it reads has come."""
         torch.set_num_threads(1)
-        scratch = torch.empty(self.schedule.scratch_bytes // 4, dtype=torch.float32)
-        self.account.add("cpu", scratch.nbytes)
+        size = self.schedule.scratch_bytes // 4
+        scratch = torch.empty(size, dtype=torch.float32, device=self.store.device)
+        self.account.add(scratch.device.type, scratch.nbytes)
         for item in checkpoint:
             arrivals.take(item, self.store, self.account)
             for job, reads in arrivals.ready():
@@ -359,7 +369,7 @@ class Load:
             arrivals.drop(self.account)
             self.done_bytes = arrivals.done_bytes
             self.tell(arrivals.last)
-        self.account.add("cpu", -scratch.nbytes)
+        self.account.add(scratch.device.type, -scratch.nbytes)
         arrivals.finish()
         for fqn in arrivals.missing():
             self.store.constants.pop(fqn, None)

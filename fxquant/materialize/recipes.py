@@ -150,3 +150,16 @@ def result_vals(gm: fx.GraphModule) -> tuple[Tensor, ...]:
     """The fake constants that a template gives."""
     output = gm.graph.output_node().args[0]
     return tuple(value(node) for node in output)  # type: ignore[union-attr, arg-type]
+
+
+Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
+
+
+def laid_out_shapes(form: Form, shapes: Shapes) -> Shapes:
+    """Shapes of the constants whose codes lie in parts, from those of a template's results."""
+    n, k = shapes[0][0]
+    parts = []
+    for rows, columns in form.regions(n, k):
+        size = (rows.stop - rows.start, columns.stop - columns.start)
+        parts.append((torch.Size(size[::-1] if form.kn else size), torch.int8))
+    return (*parts, *shapes[1:])

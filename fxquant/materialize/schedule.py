@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from fxquant.checkpoint import TensorInfo
-from fxquant.materialize.recipes import LoadGraph, Recipe, result_vals
+from fxquant.materialize.recipes import LoadGraph, Recipe, laid_out_shapes, result_vals
 from fxquant.materialize.tiles import Tile, Tiling, whole_tile
 from fxquant.materialize.tiling import make_tiling
 from fxquant.timeline import Moment
 
 ALIGNMENT = 64
 PAGE_BYTES = 4096
+DEVICE_ROUNDING = 512
+"""The caching allocators of torch's devices give out multiples of this."""
+
 MAX_MOMENTS = 512
 LOOKAHEAD = 4
 """How many batches, for each worker, may be begun before the oldest one is done."""
@@ -135,7 +139,7 @@ class Scheduler:
         ordered = [item for _, item in placed]
         if settings.order != "file":  # by weight, each weight's tiles in their order
             ordered = _largest_first(ordered)
-        batches = _gathered(ordered, settings.tile_bytes)
+        batches = _gathered(ordered, settings)
         return tuple(_owning(batch, settings) for batch in _with_held(batches))
 
     def _key(self, job: Job, phase: int) -> tuple[int, int, int]:
@@ -177,6 +181,16 @@ class Scheduler:
                         yield
                     end = (file, offset + part.stop)
 
+    def _resident_on(self, recipe: Recipe, device: str) -> int:
+        """Bytes that a weight's constants take; allocators of devices round each of them up."""
+        shapes = tuple((val.shape, val.dtype) for val in result_vals(self.graph.templates[recipe.template]))
+        if device == "cpu":
+            return self.resident[recipe.template]
+        if recipe.laid_out is not None:
+            shapes = laid_out_shapes(recipe.laid_out, shapes)
+        sizes = (math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
+        return sum(-(-size // DEVICE_ROUNDING) * DEVICE_ROUNDING for size in sizes)
+
     def _predict(self, schedule: Schedule, *, in_memory: bool) -> list[Moment]:
         """Memory after each batch has begun: constants so far, buffers, and values in flight."""
         own = schedule.workers * (schedule.buffer_bytes + schedule.scratch_bytes)
@@ -192,7 +206,7 @@ class Scheduler:
                 recipe = job.recipe
                 if recipe.fqn not in seen:
                     seen.add(recipe.fqn)
-                    resident += self.resident[recipe.template]
+                    resident += self._resident_on(recipe, schedule.device)
                     if not in_memory and not batch.shared:
                         size = self.tiling(recipe.template, schedule.tile_bytes).held_bytes
                         held += size
@@ -264,14 +278,14 @@ def _spans(recipe: Recipe, tiling: Tiling) -> dict[str, list[tuple[int, int]]]:
     return merged
 
 
-def _gathered(items: Sequence[Job | Batch], tile_bytes: int) -> Iterator[Batch]:
+def _gathered(items: Sequence[Job | Batch], settings: Settings) -> Iterator[Batch]:
     """Batches of neighbours that are small enough to be read together."""
     jobs: list[Job] = []
     total = 0
     for item in items:
         size = item.tile.read_bytes if isinstance(item, Job) else 0
-        if jobs and (isinstance(item, Batch) or total + size > tile_bytes or item.tile.phase):
-            yield _batch(jobs)
+        if jobs and (isinstance(item, Batch) or total + size > settings.tile_bytes or item.tile.phase):
+            yield _batch(jobs, settings.device)
             jobs, total = [], 0
         if isinstance(item, Batch):
             yield item
@@ -279,7 +293,7 @@ def _gathered(items: Sequence[Job | Batch], tile_bytes: int) -> Iterator[Batch]:
         jobs.append(item)
         total += size
     if jobs:
-        yield _batch(jobs)
+        yield _batch(jobs, settings.device)
 
 
 def _with_held(batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -302,8 +316,9 @@ def _owning(batch: Batch, settings: Settings) -> Batch:
     return replace(batch, own=True, transient=batch.transient + _pages(batch.buffer_bytes))
 
 
-def _batch(jobs: Sequence[Job]) -> Batch:
-    buffered = [p.nbytes for j in jobs if j.tile.direct is None for p in j.tile.reads if not p.held]
+def _batch(jobs: Sequence[Job], device: str) -> Batch:
+    through = [job for job in jobs if job.tile.direct is None or device != "cpu"]
+    buffered = [part.nbytes for job in through for part in job.tile.reads if not part.held]
     return Batch(
         jobs=tuple(jobs),
         read_bytes=sum(job.tile.read_bytes for job in jobs),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -20,14 +20,21 @@ from fxquant.materialize.tiles import ReadPart
 
 
 class Buffer:
-    """Page-aligned memory that reads go through, used again for each batch."""
+    """Page-aligned memory that reads go through, used again for each batch.
 
-    def __init__(self, size: int, account: Account) -> None:
+    ``pinned``: memory that a device can copy from at once.
+    """
+
+    def __init__(self, size: int, account: Account, *, pinned: bool = False) -> None:
         self.size = size
         self.account = account
-        self.map = mmap.mmap(-1, max(size, 1))
-        self.view = memoryview(self.map)
-        self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
+        if pinned:
+            self.bytes = torch.empty(max(size, 1), dtype=torch.uint8, pin_memory=True)
+            self.view = bytes_of(self.bytes)
+        else:
+            memory = mmap.mmap(-1, max(size, 1))
+            self.view = memoryview(memory)
+            self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._taken: dict[tuple[object, ...], tuple[memoryview, Tensor]] = {}
         account.add("cpu", size)
 
@@ -45,8 +52,7 @@ class Buffer:
         """Give the memory back, once no tensor looks at it."""
         self.account.add("cpu", -self.size)
         self._taken.clear()
-        self.view.release()
-        del self.bytes, self.map
+        del self.bytes, self.view
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,15 +61,21 @@ class Worker:
 
     schedule: Schedule
     account: Account
+    device: torch.device
     buffer: Buffer | None = None
     scratch: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def begin(self) -> None:
         """Allocate the buffer and the scratch."""
         if self.schedule.buffer_bytes:
-            self.buffer = Buffer(self.schedule.buffer_bytes, self.account)
-        self.scratch = torch.empty(self.schedule.scratch_bytes // 4, dtype=torch.float32)
+            self.buffer = self.make_buffer(self.schedule.buffer_bytes)
+        size = self.schedule.scratch_bytes // 4
+        self.scratch = torch.empty(size, dtype=torch.float32, device=self.device)
         self.account.add(self.schedule.device, self.scratch.nbytes)
+
+    def make_buffer(self, size: int) -> Buffer:
+        """A buffer that the device can copy from."""
+        return Buffer(size, self.account, pinned=self.device.type != "cpu")
 
     def end(self) -> None:
         """Give them back."""
@@ -84,7 +96,7 @@ def read_batch(
     at = 0
     for job in batch.jobs:
         keys = job.recipe.keys
-        if job.tile.direct is not None:
+        if job.tile.direct is not None and store.device.type == "cpu":
             (part,) = job.tile.reads
             (index, _), start = job.tile.outs[0], job.tile.direct
             target = bytes_of(store.allocate(job.recipe)[index])[start : start + part.nbytes]
@@ -100,7 +112,7 @@ def read_batch(
                 given.append(shared[key])
             else:
                 assert buffer is not None
-                view, tensor = buffer.take(at, part)
+                view, tensor = buffer.take(at, part if job.tile.direct is None else _as_bytes(part))
                 at += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
                 pieces.append(Piece(key, part.start, view))
                 given.append(tensor)
@@ -108,6 +120,11 @@ def read_batch(
         tensors.append(given)
     checkpoint.fill(pieces)
     return tensors
+
+
+def _as_bytes(part: ReadPart) -> ReadPart:
+    """The bytes of a part, which go on to a device as they are."""
+    return replace(part, dtype=torch.uint8, shape=(part.nbytes,))
 
 
 def _held(job: Job, part: ReadPart, checkpoint: Checkpoint, store: Store) -> Tensor:

@@ -11,27 +11,13 @@ from torch import Tensor
 
 from fxquant.materialize.meter import Account
 from fxquant.materialize.program import ABSMAX, Maxima
-from fxquant.materialize.recipes import LoadGraph, Recipe, result_vals
+from fxquant.materialize.recipes import LoadGraph, Recipe, laid_out_shapes, result_vals
 from fxquant.materialize.row_rules import WHOLE
 from fxquant.materialize.scattered import Scattered
 from fxquant.materialize.schedule import Job
-from fxquant.scheme import Form
 
 Constants = dict[str, tuple[Tensor, ...]]
 """FQN -> the constants of its weight, in the order of the recipe."""
-
-
-Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
-
-
-def laid_out_shapes(form: Form, shapes: Shapes) -> Shapes:
-    """Shapes of the constants whose codes lie in parts, from those of a template's results."""
-    n, k = shapes[0][0]
-    parts = []
-    for rows, columns in form.regions(n, k):
-        size = (rows.stop - rows.start, columns.stop - columns.start)
-        parts.append((torch.Size(size[::-1] if form.kn else size), torch.int8))
-    return (*parts, *shapes[1:])
 
 
 class Store:
@@ -97,6 +83,13 @@ class Store:
             else:
                 parts[index] = whole.narrow(place.axis, place.start, place.stop - place.start)
         return parts
+
+    def place(self, job: Job, values: Tensor) -> None:
+        """Copy the bytes of a direct tile to where they belong."""
+        assert job.tile.direct is not None
+        index, _ = job.tile.outs[0]
+        flat = self.allocate(job.recipe)[index].view(-1).view(torch.uint8)
+        flat[job.tile.direct : job.tile.direct + values.numel()].copy_(values)
 
     def maxima(self, job: Job) -> Maxima | None:
         """The maxima that the tiles of a weight share, if its scales span several tiles."""

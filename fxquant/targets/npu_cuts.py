@@ -5,6 +5,7 @@ Before: ``a, b, c = chunk(silu(cat(p, q)), 3, -1)``. After: ``a = slice(silu(p))
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,27 +72,31 @@ def pieces_of(node: fx.Node) -> tuple[list[fx.Node], list[Piece]] | None:
 
 
 def _pieces(source: fx.Node, user: fx.Node) -> list[Piece] | None:
-    rank, n = value(source).dim(), value(source).shape[-1]
+    n = value(source).shape[-1]
     if user.all_input_nodes != [source] or not isinstance(n, int):
         return None
     if is_call(user, *_LISTS):
-        axis = user.args[2] if len(user.args) > 2 else user.kwargs.get("dim", 0)
-        if axis not in (-1, rank - 1):
-            return None
-        ends = [0]
-        for part in value(user):
-            ends.append(ends[-1] + part.shape[-1])
-        if not all(is_call(item, operator.getitem) for item in user.users):
-            return None
-        indices = {item: cast("int", item.args[1]) % len(value(user)) for item in user.users}
-        return [Piece(node=item, start=ends[i], stop=ends[i + 1]) for item, i in indices.items()]
-    if is_call(user, aten.slice.Tensor):
-        axis, start, stop, step = (*user.args[1:], *(0, 0, None, 1)[len(user.args) - 1 :])
-        if axis not in (-1, rank - 1) or step != 1 or user.kwargs:
-            return None
-        a, b, _ = slice(cast("int | None", start), cast("int | None", stop)).indices(n)
-        return [Piece(node=user, start=a, stop=b)] if a < b else None
+        return _listed(source, user)
+    if is_call(user, aten.slice.Tensor) and not user.kwargs:
+        axis, start, stop, step = [*user.args[1:], *[0, None, None, 1][len(user.args) - 1 :]]
+        if _is_last(source, axis) and step == 1:
+            a, b, _ = slice(cast("int | None", start), cast("int | None", stop)).indices(n)
+            return [Piece(node=user, start=a, stop=b)] if a < b else None
     return None
+
+
+def _is_last(source: fx.Node, axis: object) -> bool:
+    return axis in (-1, value(source).dim() - 1)
+
+
+def _listed(source: fx.Node, user: fx.Node) -> list[Piece] | None:
+    """The pieces of an op that gives a list, by the sizes of its results."""
+    axis = user.args[2] if len(user.args) > 2 else user.kwargs.get("dim", 0)
+    if not _is_last(source, axis) or not all(is_call(item, operator.getitem) for item in user.users):
+        return None
+    ends = [0, *itertools.accumulate(part.shape[-1] for part in value(user))]
+    indices = {item: cast("int", item.args[1]) % len(value(user)) for item in user.users}
+    return [Piece(node=item, start=ends[i], stop=ends[i + 1]) for item, i in indices.items()]
 
 
 def follow_cuts(gm: fx.GraphModule, node: fx.Node, outs: Sequence[fx.Node]) -> bool:
@@ -109,9 +114,9 @@ def follow_cuts(gm: fx.GraphModule, node: fx.Node, outs: Sequence[fx.Node]) -> b
     last = chain[-1] if chain else node
     parts = list(outs)
     for step in chain:
+        op, rest, kwargs = cast("torch._ops.OpOverload", step.target), step.args[1:], dict(step.kwargs)
         with inserting_before(gm, step):
-            parts = [call(gm, cast("torch._ops.OpOverload", step.target), (part, *step.args[1:]), dict(step.kwargs))
-                     for part in parts]  # fmt: skip
+            parts = [call(gm, op, (part, *rest), kwargs) for part in parts]
     for piece, home in zip(pieces, homes, strict=True):
         index = cast("int", home)
         _replace(gm, piece, parts[index], starts[index])
@@ -121,7 +126,7 @@ def follow_cuts(gm: fx.GraphModule, node: fx.Node, outs: Sequence[fx.Node]) -> b
 
 def _home(piece: Piece, starts: Sequence[int]) -> int | None:
     """The part that holds the whole piece."""
-    for i, (start, stop) in enumerate(zip(starts, starts[1:], strict=False)):
+    for i, (start, stop) in enumerate(itertools.pairwise(starts)):
         if start <= piece.start and piece.stop <= stop:
             return i
     return None

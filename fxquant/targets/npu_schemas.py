@@ -158,5 +158,5 @@ class _NoLaterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         raise ImportError(
             f"{module.__name__} cannot be imported in this process any more: fxquant has planned or lowered "
-            "for an NPU without it and defined its ops, which cannot be defined twice. Import torch_npu first."
+            "for an NPU without it and defined its ops, which cannot be defined twice. Import it first."
         )
