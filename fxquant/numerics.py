@@ -149,19 +149,31 @@ def _quantize_blocks(blocks: torch.Tensor, scale: torch.Tensor, top: int) -> Non
 
 def absmax_into(w_NK: torch.Tensor, spec: QuantSpec, absmax: torch.Tensor) -> None:
     """Raise ``absmax`` to the largest magnitudes of each block of ``spec`` in a part of a weight."""
-    rows, columns = block_of(tuple(w_NK.shape), spec)
     n, k = w_NK.shape
-    blocks = w_NK.to(torch.float32).reshape(n // rows, rows, k // columns, columns)
-    part = torch.maximum(blocks.amax((1, 3)), blocks.amin((1, 3)).neg_())
-    torch.maximum(absmax, part, out=absmax)
+    rows, columns = block_of((n, k), spec)
+    step = chunk_rows((n, k), spec)
+    for start in range(0, n, step):
+        chunk = w_NK[start : start + step].to(torch.float32)
+        blocks = chunk.reshape(chunk.shape[0] // rows, rows, k // columns, columns)
+        part = torch.maximum(blocks.amax((1, 3)), blocks.amin((1, 3)).neg_())
+        largest = absmax[start // rows : start // rows + part.shape[0]]
+        torch.maximum(largest, part, out=largest)
+        del chunk, blocks, part  # before the next ones are made
 
 
 def quantize_with_scale(w_NK: torch.Tensor, scale: torch.Tensor, spec: QuantSpec, codes: Writable) -> None:
     """Codes of a part of a weight whose scales are known."""
-    rows, columns = block_of(tuple(w_NK.shape), spec)
     n, k = w_NK.shape
-    blocks = w_NK.to(torch.float32).reshape(n // rows, rows, k // columns, columns)
-    codes.copy_(_codes_of(blocks, scale.view(scale.shape[0], 1, scale.shape[1], 1), spec.top).view(n, k))
+    rows, columns = block_of((n, k), spec)
+    step = chunk_rows((n, k), spec)
+    for start in range(0, n, step):
+        chunk = w_NK[start : start + step].to(torch.float32)
+        count = chunk.shape[0]
+        blocks = chunk.reshape(count // rows, rows, k // columns, columns)
+        part = scale[start // rows : (start + count) // rows]
+        values = _codes_of(blocks, part[:, None, :, None], spec.top)
+        codes[start : start + count].copy_(values.view(count, k))
+        del chunk, blocks, values  # before the next ones are made
 
 
 def dequantize_weight(codes_NK: torch.Tensor, scale_N1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -13,7 +13,7 @@ MIB = 1 << 20
 READ_BYTES = 2 << 20
 """Bytes of a tile's reads: with its float32 chunk it stays in a core's cache."""
 
-SMALL_TILES = (512 << 10, 128 << 10, 32 << 10)
+SMALL_TILES = (512 << 10, 128 << 10)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +38,18 @@ def choose_schedule(scheduler: Scheduler, settings: Settings, budgets: Budgets) 
     tried = []
     for candidate in _candidates(settings, bounds):
         schedule = scheduler.make(candidate)
-        peak = schedule.peak
-        if all(peak.get(device, 0) <= bound for device, bound in bounds.items()):
+        if not _excess(schedule, bounds):
             return schedule
         tried.append(schedule)
-    device = next(d for d in bounds if min(s.peak.get(d, 0) for s in tried) > bounds[d])
-    smallest = min(tried, key=lambda schedule: schedule.peak.get(device, 0))
+    smallest = min(tried, key=lambda schedule: sum(_excess(schedule, bounds).values()))
+    device = next(iter(_excess(smallest, bounds)))
     raise _refusal(scheduler, smallest, device, bounds[device])
+
+
+def _excess(schedule: Schedule, bounds: Mapping[str, int]) -> dict[str, int]:
+    """Bytes by which the schedule's peaks are over their bounds."""
+    peak = schedule.peak
+    return {d: peak[d] - bound for d, bound in bounds.items() if peak.get(d, 0) > bound}
 
 
 def _candidates(settings: Settings, bounds: Mapping[str, int]) -> Iterator[Settings]:
@@ -74,8 +79,8 @@ def _refusal(scheduler: Scheduler, schedule: Schedule, device: str, bound: int) 
     kind = "host_budget" if device == "cpu" else "device_budget"
     return BudgetError(
         f"{kind} of {bound} bytes cannot be kept on {device}: the smallest that can is {smallest} bytes "
-        f"({smallest / MIB:.2f} MiB), set by {', '.join(parts)} (1 worker, the largest weights first, the "
-        "smallest tiles). Allow that much, or quantize more of the model",
+        f"({smallest / MIB:.2f} MiB), set by {', '.join(parts)} (workers: {schedule.workers}, order: "
+        f"{schedule.order}, tiles of {schedule.tile_bytes} bytes). Allow that much, or quantize more",
         smallest=smallest,
         device=device,
     )

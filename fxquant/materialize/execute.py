@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fxquant.checkpoint import Checkpoint, FileCheckpoint, MappedCheckpoint, StreamCheckpoint
 from fxquant.errors import FxquantError
-from fxquant.materialize.heap import give_back
+from fxquant.materialize.heap import give_back, one_arena
 from fxquant.materialize.meter import Account, LiveBytes, anonymous_bytes
 from fxquant.materialize.progress import Progress, Report
 from fxquant.materialize.recipes import LoadGraph
@@ -79,7 +79,7 @@ def materialize(
     load = Load(graph, schedule, checkpoint, into or {}, device or torch.device("cpu"), report)
     try:
         # Constants made in inference mode could not be written over outside of it.
-        with _torch_threads(), torch.inference_mode(False), torch.no_grad():
+        with _torch_threads(), one_arena(), torch.inference_mode(False), torch.no_grad():
             if isinstance(checkpoint, StreamCheckpoint):
                 load.run_stream(Arrivals(graph, schedule, names or {}, optional, budget), checkpoint)
             else:

@@ -33,7 +33,7 @@ class End:
     """Where a value goes.
 
     ``copy`` into constant ``outs[0]``, cast if need be; ``quantize`` into codes and scale
-    ``outs[0], outs[1]`` (-1: not kept). If scales span several tiles: ``absmax`` raises the maxima in
+    ``outs[0], outs[1]``. If scales span several tiles: ``absmax`` raises the maxima in
     a first pass, ``codes`` writes codes with the scales of the first pass.
     """
 
@@ -157,9 +157,10 @@ def _pass_bytes(kind: str, source: Tensor, spec: QuantSpec | None) -> int:
     """Bytes of a pass over a part: its floats and maxima, or its floats, quotients and codes."""
     assert spec is not None
     n, k = source.shape
+    chunk = min(numerics.chunk_rows((n, k), spec), n) * k
     if kind == CODES:
-        return 9 * n * k
-    return 4 * n * k + 16 * math.prod(numerics.scale_shape((n, k), spec))
+        return 9 * chunk
+    return 4 * chunk + 16 * math.prod(numerics.scale_shape((n, k), spec))
 
 
 def _maxima_bytes(source: Tensor, spec: QuantSpec | None) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from fxquant import ops as _ops  # noqa: F401 - registers the dialect
 from fxquant.capture import make_fake_mode
 from fxquant.graph import dump, placeholders, value
+from fxquant.materialize.tiles import writes
 from fxquant.scheme import Form
 
 fxq = torch.ops.fxquant
@@ -84,6 +85,8 @@ class LoadGraph:
             return self._by_shape[shape_key]
         gm = make_template(fqn, reads, dtype=dtype, form=form)
         text = dump(gm)
+        if gm.graph.find_nodes(op="get_attr"):  # values of tensors that it holds do not show in its text
+            text = f"{text}\nholds tensors: template {len(self.templates)}"
         if text not in self._by_text:
             self._by_text[text] = len(self.templates)
             self.templates.append(gm)
@@ -127,6 +130,9 @@ def make_template(fqn: str, reads: Reads, *, dtype: torch.dtype, form: Form | No
     with mode, torch.no_grad():
         fakes = [torch.empty(s, dtype=d) for s, d in zip(reads.shapes, reads.dtypes, strict=True)]
         gm = make_fx(recipe)(*fakes)
+        if any(writes(node) for node in gm.graph.nodes):
+            # A source in memory hands out its own tensors.
+            gm = make_fx(lambda *tensors: recipe(*(tensor.clone() for tensor in tensors)))(*fakes)
     assert isinstance(gm, fx.GraphModule)
     for i, node in enumerate(placeholders(gm)):
         node.target = node.name = f"r{i}"

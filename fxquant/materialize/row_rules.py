@@ -268,7 +268,7 @@ _POINTWISE = """
     rsqrt add sub rsub mul div maximum minimum clamp clamp_min clamp_max where pow remainder fmod
     bitwise_and bitwise_or bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift __and__ __or__
     __lshift__ __rshift__ eq ne lt le gt ge logical_not logical_and logical_or isnan isfinite nan_to_num
-    copysign ldexp frexp
+    copysign ldexp
 """
 
 

@@ -250,7 +250,7 @@ def _moved(first: Range | None, second: Range | None, times: int) -> Range | Non
     return Range(first.axis, first.start + by, first.stop + by)
 
 
-_KEEPS_ORDER = (aten.unsqueeze.default, aten.reshape.default, aten.squeeze.dim)
+_KEEPS_ORDER = (aten.unsqueeze.default, aten.reshape.default)
 
 
 def _as_direct(tile: Tile, cutter: Cutter) -> Tile:

@@ -146,13 +146,13 @@ def flipped(w: Tensor) -> Tensor:
 
 def uneven() -> tuple[LoadGraph, dict[str, Tensor]]:
     """Many small weights, then a large one that cannot be cut."""
-    tensors = {f"a{i}": values(64, 256) for i in range(8)} | {"large": values(1024, 256)}
+    tensors = {f"a{i}": values(256, 256) for i in range(16)} | {"large": values(4096, 256)}
     rows = [(key, [key], flipped if key == "large" else None, INT8) for key in tensors]
     return graph_of(*rows, **tensors), tensors
 
 
 def budgeted(scheduler: Scheduler, bound: int, workers: int = 2) -> Schedule:
-    settings = Settings(workers=workers, tile_bytes=64 * KIB)
+    settings = Settings(workers=workers, tile_bytes=128 * KIB)
     return choose_schedule(scheduler, settings, Budgets(host=bound))
 
 
@@ -174,7 +174,7 @@ def test_the_largest_first_where_it_helps(tmp_path: Path) -> None:
     schedule = budgeted(scheduler, caught.value.smallest)
     assert schedule.order == "largest first"
     assert schedule.batches[0].jobs[0].recipe.fqn == "large"
-    in_file_order = scheduler.make(Settings(workers=1, tile_bytes=32 * KIB))
+    in_file_order = scheduler.make(Settings(workers=1, tile_bytes=128 * KIB))
     assert in_file_order.peak["cpu"] > caught.value.smallest
     loaded = materialize(graph, schedule, checkpoint)
     assert loaded.peak["cpu"] <= caught.value.smallest
@@ -193,7 +193,7 @@ def test_smaller_tiles_and_fewer_workers_in_their_turn(tmp_path: Path) -> None:
     with pytest.raises(BudgetError) as caught:
         choose_schedule(scheduler, settings, Budgets(host=1))
     least = choose_schedule(scheduler, settings, Budgets(host=caught.value.smallest))
-    assert (least.workers, least.tile_bytes) == (1, 32 << 10)
+    assert (least.workers, least.tile_bytes) == (1, 128 << 10)
 
 
 def test_the_plan_tells_how_it_loads(tmp_path: Path) -> None:
