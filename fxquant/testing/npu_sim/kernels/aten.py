@@ -19,7 +19,7 @@ from fxquant.testing.npu_sim.kernels.memory import (
     drain,
     host,
     is_asynchronous,
-    on_host,
+    map_leaves,
     refuse_mixed_devices,
     to_device,
 )
@@ -71,7 +71,7 @@ def _through_cpu(op: Any) -> Kernel:
         given = dict(zip(names, args, strict=False)) | kwargs
         if any(layout.is_nz(given[name]) for name in written & given.keys()):
             raise NotImplementedError(f"{schema.name} writes a tensor in FRACTAL_NZ (simulated NPU)")
-        result = op(*on_host(args, layout.host_nd), **on_host(kwargs, layout.host_nd))
+        result = op(*map_leaves(args, layout.host_nd), **map_leaves(kwargs, layout.host_nd))
         if returns_written:  # in place or out=: what was given comes back
             outs = [given[name] for name in names if name in written and name in given]
             return outs[0] if len(outs) == 1 else tuple(outs)
@@ -79,7 +79,7 @@ def _through_cpu(op: Any) -> Kernel:
         if asked is not None and torch.device(asked).type == "cpu":
             return result
         index = device_index(asked, (args, kwargs))
-        return on_host(result, lambda value: to_device(value, index))
+        return map_leaves(result, lambda value: to_device(value, index))
 
     return kernel
 

@@ -33,7 +33,7 @@ def untile(tiles: Tensor, k: int, n: int) -> Tensor:
 
 def is_nz(value: object) -> bool:
     """Whether a value is a tensor in FRACTAL_NZ on the simulated device."""
-    return is_npu(value) and torch_npu.get_npu_format(value) == FRACTAL_NZ
+    return is_npu(value) and torch.ops.npu.get_npu_format(value) == FRACTAL_NZ
 
 
 def is_transposed(tensor: Tensor) -> bool:

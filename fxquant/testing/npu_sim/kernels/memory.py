@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from fxquant.testing.npu_sim.settings import ASYNC
 
@@ -58,22 +57,36 @@ def to_meta(value: Any) -> Any:
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
 
 
-def on_host(tree: Any, one: Callable[[Any], Any] = host) -> Any:
-    """``host`` on every leaf of arguments."""
-    return tree_map(one, tree)
+def map_leaves(tree: Any, one: Callable[[Any], Any]) -> Any:
+    """A function on every leaf of arguments or results: what an op's schema can nest, and no more."""
+    if isinstance(tree, (tuple, list)):
+        return type(tree)([map_leaves(value, one) for value in tree])
+    if isinstance(tree, dict):
+        return {name: map_leaves(value, one) for name, value in tree.items()}
+    return one(tree)
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """The tensors among arguments or results."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for value in tree:
+            yield from tensors_in(value)
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from tensors_in(value)
 
 
 def refuse_mixed_devices(op: str, arguments: Any, *, cpu_too: bool) -> None:
     """Raise where operands are on several devices; tensors of rank 0 may be anywhere, as on a card."""
     devices = {
-        str(leaf.device)
-        for leaf in tree_leaves(arguments)
-        if isinstance(leaf, Tensor) and leaf.dim() and (cpu_too or is_npu(leaf))
+        tensor.device for tensor in tensors_in(arguments) if tensor.dim() and (cpu_too or is_npu(tensor))
     }
     if len(devices) > 1:
         raise RuntimeError(
             f"Expected all tensors to be on the same device, but found at least two devices, "
-            f"{' and '.join(sorted(devices))}! (operands of {op})"
+            f"{' and '.join(sorted(map(str, devices)))}! (operands of {op})"
         )
 
 
@@ -81,9 +94,9 @@ def device_index(asked: Any, arguments: Any) -> int:
     """The device a result belongs on: the one asked for, else the operands', else the current one."""
     if asked is not None and torch.device(asked).index is not None:
         return torch.device(asked).index
-    for leaf in tree_leaves(arguments):
-        if is_npu(leaf):
-            return int(leaf.device.index)
+    for tensor in tensors_in(arguments):
+        if is_npu(tensor):
+            return int(tensor.device.index)
     return int(torch.npu.current_device())  # type: ignore[attr-defined]
 
 

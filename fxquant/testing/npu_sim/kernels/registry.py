@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from fxquant.testing.npu_sim.kernels.layout import host_nd, is_nz
 from fxquant.testing.npu_sim.kernels.memory import (
     device_index,
     drain,
     is_npu,
-    on_host,
+    map_leaves,
     refuse_mixed_devices,
+    tensors_in,
     to_device,
     to_meta,
 )
@@ -54,12 +54,10 @@ def _bound(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
 
 
 def _compare(name: str, promised: Any, got: Any) -> None:
-    wanted = [leaf for leaf in tree_leaves(promised) if isinstance(leaf, Tensor)]
-    found = [leaf for leaf in tree_leaves(got) if isinstance(leaf, Tensor)]
-    if [(t.shape, t.dtype) for t in wanted] != [(t.shape, t.dtype) for t in found]:
+    wanted, found = ([(list(t.shape), t.dtype) for t in tensors_in(tree)] for tree in (promised, got))
+    if wanted != found:
         raise AssertionError(
-            f"npu::{name}: its Meta kernel promises {[(list(t.shape), t.dtype) for t in wanted]}, "
-            f"the reference returned {[(list(t.shape), t.dtype) for t in found]}"
+            f"npu::{name}: its Meta kernel promises {wanted}, the reference returned {found}"
         )
 
 
@@ -70,17 +68,17 @@ def kernel_of(name: str, function: Reference) -> Callable[..., Any]:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         refuse_mixed_devices(f"npu::{name}", (args, kwargs), cpu_too=True)
-        promised = op(*on_host(args, to_meta), **on_host(kwargs, to_meta)) if has_meta else None
+        promised = op(*map_leaves(args, to_meta), **map_leaves(kwargs, to_meta)) if has_meta else None
         check_call(name, args, kwargs, is_nz)
         drain()
-        call = _bound(op._schema, on_host(args, host_nd), on_host(kwargs, host_nd))
-        result = on_host(function(call), lambda t: t.contiguous() if isinstance(t, Tensor) else t)
+        call = _bound(op._schema, map_leaves(args, host_nd), map_leaves(kwargs, host_nd))
+        result = map_leaves(function(call), lambda t: t.contiguous() if isinstance(t, Tensor) else t)
         if has_meta:
             _compare(name, promised, result)
-        if not any(is_npu(leaf) for leaf in tree_leaves((args, kwargs))):
+        if not any(is_npu(tensor) for tensor in tensors_in((args, kwargs))):
             return result
         index = device_index(None, (args, kwargs))
-        return on_host(result, lambda value: to_device(value, index))
+        return map_leaves(result, lambda value: to_device(value, index))
 
     return kernel
 
