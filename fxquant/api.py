@@ -21,7 +21,7 @@ from fxquant.parameters import meta_init
 from fxquant.plan import Plan
 from fxquant.planner import make_plan
 from fxquant.runtime.constants import constants_to_save, shell_of
-from fxquant.runtime.shell import Shell, install_weights
+from fxquant.runtime.shell import Shell, install_weights, place_buffers
 from fxquant.runtime.state import RunState
 
 ModelOrFactory = nn.Module | Callable[[], nn.Module]
@@ -47,6 +47,11 @@ def compile(model: ModelOrFactory, ckpt: Any = None, **options: Unpack[Options])
     """
     checkpoint = _opened(ckpt, options)
     request = make_request(checkpoint, options)
+    if request.absent:
+        raise ConfigError(
+            f"there is no {request.device_type} in this process; without it a model can be planned and "
+            "lowered (fxquant.plan, fxquant.lower), not compiled"
+        )
     module = _built(model)
     planned = make_plan(module, checkpoint, request)
     loaded = obtain(
@@ -56,9 +61,9 @@ def compile(model: ModelOrFactory, ckpt: Any = None, **options: Unpack[Options])
         cache_dir=options.get("cache_dir"),
         report=choose_progress(options.get("progress")),
     )
-    kernel = request.target.kernels.get("fxquant::scaled_mm")
-    state = RunState(strict=request.strict, kernel=kernel.op if kernel else "")
+    state = RunState(strict=request.strict, kernel=request.target.eager_kernel("fxquant::scaled_mm"))
     install_weights(module, planned.groups, planned.forms, loaded.constants, state)
+    place_buffers(module, request.device)
     module.__dict__["fxquant_plan"] = planned.plan
     module.__dict__["_fxquant_load"] = replace(loaded, constants={})  # what loading took
     module.__dict__["_fxquant_shell"] = Shell(

@@ -40,14 +40,14 @@ def is_in_memory(checkpoint: Checkpoint | None) -> bool:
 
 
 def schedule_for(
-    scheduler: Scheduler, checkpoint: Checkpoint | None, device: torch.device, options: LoadOptions
+    scheduler: Scheduler, checkpoint: Checkpoint | None, device: str, options: LoadOptions
 ) -> Schedule:
     """The schedule for a source, under the budgets; BudgetError if there is none."""
     streaming = checkpoint is not None and checkpoint.streaming
     settings = Settings(
         workers=1 if streaming else options.workers,
         tile_bytes=options.read_bytes,
-        device=device.type,
+        device=device,
         in_memory=is_in_memory(checkpoint),
     )
     # What a stream holds back depends on its order, so its budget is kept while it comes.

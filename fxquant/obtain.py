@@ -106,7 +106,7 @@ def _plan_stored(planned: Planned, stored: ConstantsCheckpoint) -> tuple[LoadGra
         row = KeyEntry(fqn=group.fqn, keys=keys, convert=None, same=(), rule=RULE)
         add_recipe(graph, group, row, stored, form)
     request = planned.request
-    return graph, schedule_for(Scheduler(graph, stored.infos), stored, request.device, request.load)
+    return graph, schedule_for(Scheduler(graph, stored.infos), stored, request.device_type, request.load)
 
 
 def _to_store(planned: Planned, constants: Constants) -> Mapping[str, WeightConstants]:

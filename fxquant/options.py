@@ -25,9 +25,12 @@ from fxquant.targets import choose_target
 class Options(TypedDict, total=False):
     """Keyword arguments of ``compile``, ``plan`` and ``lower``.
 
-    - ``backend``: target family, ``"cpu"``.
-    - ``device``: ``torch.device`` or text; default: the backend's own.
-    - ``target``: a ``Target`` to plan for instead of what this machine has.
+    - ``backend``: target family, ``"cpu"`` or ``"npu"``.
+    - ``device``: ``torch.device`` or text, such as ``"npu:1"``; default: the backend's own.
+    - ``target``: what to plan for instead of what this machine has: a text such as
+      ``"Ascend910B2,cann=9.0"``, or a ``Target``. Without the device one can plan and lower.
+    - ``wide``: layers that the NPU's limit of 65535 refuses: ``"auto"`` (as they are, else split),
+      ``"split"``, ``"transpose"`` (keep ``[n, k]``; not verified on hardware), ``"float"``.
     - ``scheme``: ``"none"`` (floats as they are) or ``"int8"``. Required for a float checkpoint.
     - ``config``: ``{pattern: scheme}`` or a ``QuantConfig``; the first match wins.
     - ``ignore``: patterns of layers that stay float.
@@ -53,7 +56,8 @@ class Options(TypedDict, total=False):
 
     backend: str
     device: str | torch.device | None
-    target: Target | None
+    target: Target | str | None
+    wide: str
     scheme: str | None
     config: Mapping[str, str | None] | QuantConfig | None
     ignore: Iterable[str] | None
@@ -74,7 +78,6 @@ class Options(TypedDict, total=False):
 
 
 RESERVED = (
-    "wide",
     "placement",
     "max_error",
     "rotate",
@@ -103,11 +106,8 @@ def make_request(
     if not set(disabled) <= set(passes.NAMES):
         raise ConfigError(f"disable_passes: {disabled}; the passes are {', '.join(passes.NAMES)}")
     backend = options.get("backend", "cpu")
-    target = choose_target(backend, options.get("target"))
-    device = options.get("device")
-    place = torch.device(device if device is not None else target.device_type)
-    if place.type != target.device_type:
-        raise ConfigError(f"device {place} does not belong to backend {backend!r}")
+    target = choose_target(backend, options.get("target"), wide=options.get("wide", "auto"))
+    place, absent = _place(backend, target, options.get("device"))
     if isinstance(checkpoint, ConstantsCheckpoint):
         config = stored_config(checkpoint, options)
     else:
@@ -116,6 +116,7 @@ def make_request(
     return Request(
         backend=backend,
         device=place,
+        absent=absent,
         target=target,
         config=config,
         example_inputs=options.get("example_inputs"),
@@ -132,6 +133,16 @@ def _check_choice(name: str, options: Mapping[str, Any], known: tuple[str, ...])
     value = options.get(name, known[0])
     if value not in known:
         raise ConfigError(f"{name}={value!r}: expected one of {', '.join(map(repr, known))}")
+
+
+def _place(backend: str, target: Target, device: object) -> tuple[torch.device, bool]:
+    """The device, and whether it is absent: then the CPU stands in for it while graphs are traced."""
+    wanted = str(device) if device is not None else target.device_type
+    if wanted.partition(":")[0] != target.device_type:
+        raise ConfigError(f"device {wanted} does not belong to backend {backend!r}")
+    module = getattr(torch, target.device_type, None)
+    here = target.device_type == "cpu" or (module is not None and module.is_available())
+    return torch.device(wanted if here else "cpu"), not here
 
 
 def load_options(options: Mapping[str, Any]) -> LoadOptions:

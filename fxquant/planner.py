@@ -52,6 +52,8 @@ class Request:
 
     backend: str
     device: torch.device
+    absent: bool = False
+    """The target's device is not in this machine; ``device`` stands in while graphs are traced."""
     target: Target
     config: QuantConfig
     example_inputs: object = None
@@ -61,6 +63,11 @@ class Request:
     disable_passes: tuple[str, ...] = ()
     whole: bool = False
     load: LoadOptions = field(default_factory=LoadOptions)
+
+    @property
+    def device_type(self) -> str:
+        """The type of the device that is planned for, also where it is absent."""
+        return self.target.device_type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,14 +91,14 @@ class Planned:
         schedule = self.schedule
         if is_in_memory(checkpoint) != self.in_memory:  # another kind of source than was planned with
             scheduler = Scheduler(self.graph, checkpoint.infos)
-            schedule = schedule_for(scheduler, checkpoint, self.request.device, self.request.load)
+            schedule = schedule_for(scheduler, checkpoint, self.request.device_type, self.request.load)
         loaded = materialize(
             self.graph,
             schedule,
             checkpoint,
             names=self.names,
             optional=buffers,
-            budget=self.request.load.budgets.by_device(self.request.device.type).get("cpu"),
+            budget=self.request.load.budgets.by_device(self.request.device_type).get("cpu"),
             device=self.request.device,
             report=report,
         )
@@ -120,7 +127,7 @@ def make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request)
     for group in loaded:
         add_recipe(graph, group, keymap.entries[group.fqn], checkpoint, forms.get(group.fqn))
     scheduler = Scheduler(graph, checkpoint.infos if checkpoint else {})
-    schedule = schedule_for(scheduler, checkpoint, request.device, request.load)
+    schedule = schedule_for(scheduler, checkpoint, request.device_type, request.load)
     rows = _rows(loaded, keymap, checkpoint, decisions, uses, scheduler, schedule)
     plan = Plan(
         backend=request.backend,

@@ -60,7 +60,7 @@ def reload(
         with tracing():
             graph = _load_graph(model, held, checkpoint, key_map)
             scheduler = Scheduler(graph, checkpoint.infos)
-            schedule = schedule_for(scheduler, checkpoint, device, options)
+            schedule = schedule_for(scheduler, checkpoint, device.type, options)
         into = constants_to_fill(held, (recipe.fqn for recipe in graph.recipes))
         check_source(graph, checkpoint)
         if isinstance(checkpoint, DictCheckpoint):

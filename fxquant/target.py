@@ -20,6 +20,8 @@ class Kernel:
 
     op: str
     reason: str
+    eager: str = ""
+    """The op for calls outside of graphs, with the dialect op's own signature; empty: ``op``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +54,9 @@ class Target:
 
     ``kernels`` maps each dialect op that the target runs to the op that stands for it; ``limits``
     holds what no fake kernel checks. ``arrange(n=, k=, dtype=)`` decides how the codes of a weight
-    lie (default: ``[N, K]`` in one part), and ``lower(gm)`` replaces dialect ops where renaming them
-    is not enough; both must be picklable. Tests pass their own ``Target`` to impose a limit.
+    lie (default: ``[N, K]`` in one part), and ``lower(gm, proven)`` replaces dialect ops where
+    renaming them is not enough (``proven``: guards outside of the graph hold for its sizes); both
+    must be picklable. Tests pass their own ``Target`` to impose a limit.
     """
 
     name: str
@@ -61,7 +64,12 @@ class Target:
     kernels: Mapping[str, Kernel]
     limits: tuple[Limit, ...] = field(default=())
     arrange: Callable[..., Layout | Refusal] | None = None
-    lower: Callable[[Any], int] | None = None
+    lower: Callable[[Any, bool], int] | None = None
+
+    def eager_kernel(self, op: str) -> str:
+        """The op that stands for ``op`` outside of graphs; empty where the target has none."""
+        kernel = self.kernels.get(op)
+        return (kernel.eager or kernel.op) if kernel is not None else ""
 
     def lay_out(self, op: str, *, n: int, k: int, dtype: object) -> Layout | Refusal:
         """How the codes of a weight of float ``dtype`` lie for ``op``, or why it cannot take codes."""

@@ -25,12 +25,16 @@ def rewrite(
     target: Target,
     *,
     disable: Collection[str] = (),
+    proven: bool = False,
 ) -> tuple[PassResult, ...]:
-    """Rewrite ``gm`` in place so that the placeholders named in ``forms`` hold their constants."""
+    """Rewrite ``gm`` in place so that the placeholders named in ``forms`` hold their constants.
+
+    ``proven``: guards outside of the graph hold for its symbolic sizes, as in ``torch.compile``.
+    """
     passes: tuple[Pass, ...] = (
         partial(expand_weights, forms=forms),
         quantize_linear,
         share_quantize_act,
-        partial(lower_to_target, target=target),
+        partial(lower_to_target, target=target, proven=proven),
     )
     return run_passes(gm, passes, disable=disable)

@@ -19,10 +19,13 @@ def resolve(op: str) -> torch._ops.OpOverload:
     return packet.default  # type: ignore[no-any-return]
 
 
-def lower_to_target(gm: fx.GraphModule, target: Target) -> int:
-    """Replace the ops that ``target`` has a kernel of its own for; the number of them."""
+def lower_to_target(gm: fx.GraphModule, target: Target, proven: bool = False) -> int:
+    """Replace the ops that ``target`` has a kernel of its own for; the number of them.
+
+    ``proven``: guards outside of the graph hold for its symbolic sizes, as in ``torch.compile``.
+    """
     if target.lower is not None:
-        return target.lower(gm)
+        return target.lower(gm, proven)
     count = 0
     for op, kernel in target.kernels.items():
         if kernel.op == op:

@@ -45,7 +45,9 @@ def compile_graph(
     ``constants_of(position, argument)`` gives their constants at a call.
     """
     names = [str(node.target) for node in placeholders(flat)]
-    results = rewrite(flat, {names[i]: form for i, form in forms.items()}, target, disable=disable)
+    results = rewrite(
+        flat, {names[i]: form for i, form in forms.items()}, target, disable=disable, proven=True
+    )
     counts = {result.name: result.rewrites for result in results}
     state.rewritten += counts.get("quantize_linear", 0)
     _count_floats_left(flat, state)

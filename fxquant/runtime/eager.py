@@ -28,4 +28,4 @@ def quantized_linear(
 
 def _kernel(device_type: str) -> str:
     make_target = BACKENDS.get(device_type)
-    return make_target().kernels["fxquant::scaled_mm"].op if make_target else "fxquant::scaled_mm"
+    return make_target().eager_kernel("fxquant::scaled_mm") if make_target else "fxquant::scaled_mm"

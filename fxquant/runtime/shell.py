@@ -50,6 +50,15 @@ def install_weights(
         model.__dict__["save_pretrained"] = refuse_save_pretrained
 
 
+def place_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move the buffers that no checkpoint holds (rotary tables, masks) to ``device``."""
+    moved: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.device.type != device.type:
+                put_tensor(module, name, moved.setdefault(id(buffer), buffer.to(device)))
+
+
 def put_tensor(owner: nn.Module, name: str, new: Tensor) -> None:
     """Put a parameter or buffer into the module that holds it."""
     setattr(owner, name, new)  # not the dict: nn.LSTM keeps a list of its weights up to date

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fxquant.errors import ConfigError
 from fxquant.target import Target
 from fxquant.targets.cpu import cpu_target
 
-BACKENDS = {"cpu": cpu_target}
+
+def _cpu(target: object = None, *, wide: str = "auto") -> Target:
+    if target is not None:
+        raise ConfigError(f"`target` must be a fxquant.Target for backend 'cpu', got {target!r}")
+    if wide != "auto":
+        raise ConfigError(f"wide={wide!r}: the CPU has no limit on the width of a layer")
+    return cpu_target()
+
+
+def _npu(target: object = None, *, wide: str = "auto") -> Target:
+    from fxquant.targets.npu import npu_target  # defines operators of the NPU
+
+    return npu_target(target, wide=wide)
+
+
+BACKENDS: dict[str, Callable[..., Target]] = {"cpu": _cpu, "npu": _npu}
 """Target families that can be planned for."""
 
 
-def choose_target(backend: str, target: object = None) -> Target:
-    """The table for ``backend``, or the ``target`` that overrides it."""
+def choose_target(backend: str, target: object = None, *, wide: str = "auto") -> Target:
+    """The table for ``backend``, or the ``target`` that overrides it; ``wide``: see ``Options``."""
     if isinstance(target, Target):
         return target
-    if target is not None:
-        raise ConfigError(f"`target` must be a fxquant.Target for backend {backend!r}, got {target!r}")
     if backend not in BACKENDS:
         raise ConfigError(f"backend {backend!r} is not available; available: {', '.join(BACKENDS)}")
-    return BACKENDS[backend]()
+    return BACKENDS[backend](target, wide=wide)

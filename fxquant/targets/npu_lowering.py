@@ -177,6 +177,8 @@ def lower_scaled_mm(
     """
     x, x_scale = cast("fx.Node", node.args[0]), cast("fx.Node", node.args[2])
     out_dtype = cast("torch.dtype", node.args[5])
+    if decision.op == DEQUANT:
+        x = _quantized(x)
     with inserting_before(gm, node):
         if rows.none(x):
             outs = [zeros(gm, x, [sum(decision.parts_n)], out_dtype)]
@@ -186,14 +188,12 @@ def lower_scaled_mm(
             outs = _matmuls(gm, x, x_scale, parts, decision, rows)
         else:
             outs = _sums(gm, x, x_scale, parts, decision, rows)
-        outs = [
-            unflatten(gm, cast_to(gm, out, out_dtype), x) if value(out).dim() == 2 else out for out in outs
-        ]
-        if decision.follows_cuts and len(outs) > 1 and follow_cuts(gm, node, outs):
-            gm.graph.erase_node(node)
-            return
-        whole = outs[0] if len(outs) == 1 else call(gm, aten.cat.default, (outs, -1))
-    node.replace_all_uses_with(whole)
+        if not rows.none(x):
+            outs = [unflatten(gm, cast_to(gm, out, out_dtype), x) for out in outs]
+    if not (decision.follows_cuts and len(outs) > 1 and follow_cuts(gm, node, outs)):
+        with inserting_before(gm, node):
+            whole = outs[0] if len(outs) == 1 else call(gm, aten.cat.default, (outs, -1))
+        node.replace_all_uses_with(whole)
     gm.graph.erase_node(node)
 
 
@@ -247,16 +247,18 @@ def _sums(
     return outs
 
 
-def _dequant(
-    gm: fx.GraphModule, x_codes: fx.Node, parts: WeightParts, decision: WideDecision, rows: Rows
-) -> list[fx.Node]:
-    """``npu_quant_matmul_dequant`` on the float activation that ``x_codes`` were made of."""
+def _quantized(x_codes: fx.Node) -> fx.Node:
+    """The float activation that codes were made of."""
     quantize = cast("fx.Node", x_codes.args[0]) if is_call(x_codes, operator.getitem) else x_codes
     if not is_call(quantize, torch.ops.fxquant.quantize_act.default):
-        raise GraphCheckError(
-            f"{x_codes.format_node()}: its codes are not of a quantize_act that can be undone"
-        )
-    x = cast("fx.Node", quantize.args[0])
+        raise GraphCheckError(f"{x_codes.format_node()}: these codes are not of a quantize_act")
+    return cast("fx.Node", quantize.args[0])
+
+
+def _dequant(
+    gm: fx.GraphModule, x: fx.Node, parts: WeightParts, decision: WideDecision, rows: Rows
+) -> list[fx.Node]:
+    """``npu_quant_matmul_dequant`` on the float activation ``x``."""
     matrix = flatten(gm, cast_to(gm, x, decision.dtype), sum(decision.parts_k))
     op = rows.op("npu_quant_matmul_dequant", x)
     return [

@@ -89,7 +89,9 @@ class TestGoldens(TestCase):
     def test_as_it_is(self) -> None:
         bias = torch.zeros(32, dtype=BF16)
         text = self.lowered(linear, (X, *W, bias), one(32, 64, bias_dtype=BF16))
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 x : bfloat16[2, 3, 64]
 w : int8[32, 64]
 scale : float32[32, 1]
@@ -105,11 +107,14 @@ bias : bfloat16[32]
 %12 = aten.reshape(%7, [-1]) : float32[6]
 %13 = npu.npu_quant_matmul(%11, %9, %10, pertoken_scale=%12, bias=bias, output_dtype=15) : bfloat16[6, 32]
 %14 = aten.reshape(%13, [2, 3, 32]) : bfloat16[2, 3, 32]
-return %14""")
+return %14""",
+        )
 
     def test_rows_that_may_be_none(self) -> None:
         text = self.lowered(plain, (X, *W), one(32, 64), dynamic=True)
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 x : bfloat16[s0, s1, 64]
 w : int8[32, 64]
 scale : float32[32, 1]
@@ -126,12 +131,15 @@ scale : float32[32, 1]
 %13 = aten.sym_size.int(%4, 0) : SymInt
 %14 = aten.sym_size.int(%4, 1) : SymInt
 %15 = aten.reshape(%12, [%13, %14, 32]) : bfloat16[s0, s1, 32]
-return %15""")
+return %15""",
+        )
 
     def test_rows_that_are_proven(self) -> None:
         matrix = torch.zeros(5, 64, dtype=F16)
         text = self.lowered(plain, (matrix, *W), one(32, 64, dtype=F16), dynamic=True, rows=Rows(proven=True))
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 x : float16[s0, 64]
 w : int8[32, 64]
 scale : float32[32, 1]
@@ -144,31 +152,74 @@ scale : float32[32, 1]
 %9 = aten.reshape(scale, [32]) : float32[32]
 %10 = aten.reshape(%6, [-1]) : float32[s0]
 %11 = npu.npu_quant_matmul(%4, %8, %9, pertoken_scale=%10, output_dtype=5) : float16[s0, 32]
-return %11""")
+return %11""",
+        )
 
     def test_no_rows(self) -> None:
         text = self.lowered(plain, (torch.zeros(0, 64, dtype=BF16), *W), one(32, 64))
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 x : bfloat16[0, 64]
 w : int8[32, 64]
 scale : float32[32, 1]
 %3 = aten.new_zeros(x, [0, 64], dtype=int8) : int8[0, 64]
 %4 = aten.new_zeros(%3, [0, 32], dtype=bfloat16) : bfloat16[0, 32]
-return %4""")
+return %4""",
+        )
 
     def test_vector_of_a_float32_model(self) -> None:
         bias = torch.zeros(32)
         text = self.lowered(linear, (torch.zeros(64), *W, bias), one(32, 64, bias_dtype=F32))
-        self.assertExpectedInline(text, """""")
+        self.assertExpectedInline(
+            text,
+            """\
+x : float32[64]
+w : int8[32, 64]
+scale : float32[32, 1]
+bias : float32[32]
+%4 = aten.to.dtype(x, bfloat16) : bfloat16[64]
+%5 = aten.unsqueeze(%4, 0) : bfloat16[1, 64]
+%6 = npu.npu_dynamic_quant(%5) : (int8[1, 64], float32[1])
+%7 = getitem(%6, 0) : int8[1, 64]
+%8 = getitem(%6, 1) : float32[1]
+%9 = aten.squeeze.dim(%7, 0) : int8[64]
+%10 = aten.t(w) : int8[64, 32]
+%11 = aten.contiguous(%10) : int8[64, 32]
+%12 = aten.reshape(scale, [32]) : float32[32]
+%13 = aten.reshape(%9, [-1, 64]) : int8[1, 64]
+%14 = aten.reshape(%8, [-1]) : float32[1]
+%15 = npu.npu_quant_matmul(%13, %11, %12, pertoken_scale=%14, bias=bias, output_dtype=15) : bfloat16[1, 32]
+%16 = aten.to.dtype(%15, float32) : float32[1, 32]
+%17 = aten.reshape(%16, [32]) : float32[32]
+return %17""",
+        )
 
     def test_transposed(self) -> None:
         text = self.lowered(plain, (X[0], *W), split((32,), (64,), kind="transpose", layout="nk.t"))
-        self.assertExpectedInline(text, """""")
+        self.assertExpectedInline(
+            text,
+            """\
+x : bfloat16[3, 64]
+w : int8[32, 64]
+scale : float32[32, 1]
+%3 = npu.npu_dynamic_quant(x) : (int8[3, 64], float32[3])
+%4 = getitem(%3, 0) : int8[3, 64]
+%5 = getitem(%3, 1) : float32[3]
+%6 = aten.unsqueeze(%5, -1) : float32[3, 1]
+%7 = aten.reshape(scale, [32]) : float32[32]
+%8 = aten.reshape(%6, [-1]) : float32[3]
+%9 = aten.t(w) : int8[64, 32]
+%10 = npu.npu_quant_matmul(%4, %9, %7, pertoken_scale=%8, output_dtype=15) : bfloat16[3, 32]
+return %10""",
+        )
 
     def test_split(self) -> None:
         bias = torch.zeros(32, dtype=F16)
         decision = split((16, 16), (64,), bias_dtype=F32)
-        self.assertExpectedInline(self.lowered(linear, (X[0], *W, bias), decision), """\
+        self.assertExpectedInline(
+            self.lowered(linear, (X[0], *W, bias), decision),
+            """\
 x : bfloat16[3, 64]
 w : int8[32, 64]
 scale : float32[32, 1]
@@ -195,21 +246,90 @@ bias : float16[32]
 %23 = npu.npu_quant_matmul(%5, %10, %12, pertoken_scale=%22, bias=%14, output_dtype=15) : bfloat16[3, 16]
 %24 = npu.npu_quant_matmul(%5, %17, %19, pertoken_scale=%22, bias=%21, output_dtype=15) : bfloat16[3, 16]
 %25 = aten.cat([%23, %24], -1) : bfloat16[3, 32]
-return %25""")
+return %25""",
+        )
 
     def test_split_at_cuts(self) -> None:
         decision = split((16, 16), (64,), follows_cuts=True)
-        self.assertExpectedInline(self.lowered(chunks, (X[0], *W), decision), """""")
+        self.assertExpectedInline(self.lowered(chunks, (X[0], *W), decision), """\
+x : bfloat16[3, 64]
+w : int8[32, 64]
+scale : float32[32, 1]
+%3 = npu.npu_dynamic_quant(x) : (int8[3, 64], float32[3])
+%4 = getitem(%3, 0) : int8[3, 64]
+%5 = getitem(%3, 1) : float32[3]
+%6 = aten.unsqueeze(%5, -1) : float32[3, 1]
+%7 = aten.slice.Tensor(w, 0, 0, 16) : int8[16, 64]
+%8 = aten.t(%7) : int8[64, 16]
+%9 = aten.contiguous(%8) : int8[64, 16]
+%10 = aten.slice.Tensor(scale, 0, 0, 16) : float32[16, 1]
+%11 = aten.reshape(%10, [16]) : float32[16]
+%12 = aten.slice.Tensor(w, 0, 16, 32) : int8[16, 64]
+%13 = aten.t(%12) : int8[64, 16]
+%14 = aten.contiguous(%13) : int8[64, 16]
+%15 = aten.slice.Tensor(scale, 0, 16, 32) : float32[16, 1]
+%16 = aten.reshape(%15, [16]) : float32[16]
+%17 = aten.reshape(%6, [-1]) : float32[3]
+%18 = npu.npu_quant_matmul(%4, %9, %11, pertoken_scale=%17, output_dtype=15) : bfloat16[3, 16]
+%19 = npu.npu_quant_matmul(%4, %14, %16, pertoken_scale=%17, output_dtype=15) : bfloat16[3, 16]
+%20 = aten.silu(%18) : bfloat16[3, 16]
+%21 = aten.silu(%19) : bfloat16[3, 16]
+%22 = aten.slice.Tensor(%20, -1, 0, 8) : bfloat16[3, 8]
+%23 = aten.slice.Tensor(%20, -1, 8, 16) : bfloat16[3, 8]
+%24 = aten.slice.Tensor(%21, -1, 0, 8) : bfloat16[3, 8]
+%25 = aten.slice.Tensor(%21, -1, 8, 16) : bfloat16[3, 8]
+return [%22, %23, %24, %25]""")
 
     def test_split_of_k(self) -> None:
         bias = torch.zeros(32, dtype=BF16)
         decision = split((32,), (32, 32), sums=torch.int32, bias_dtype=F32)
-        self.assertExpectedInline(self.lowered(linear, (X[0], *W, bias), decision), """""")
+        self.assertExpectedInline(self.lowered(linear, (X[0], *W, bias), decision), """\
+x : bfloat16[3, 64]
+w : int8[32, 64]
+scale : float32[32, 1]
+bias : bfloat16[32]
+%4 = npu.npu_dynamic_quant(x) : (int8[3, 64], float32[3])
+%5 = getitem(%4, 0) : int8[3, 64]
+%6 = getitem(%4, 1) : float32[3]
+%7 = aten.unsqueeze(%6, -1) : float32[3, 1]
+%8 = aten.slice.Tensor(w, 1, 0, 32) : int8[32, 32]
+%9 = aten.t(%8) : int8[32, 32]
+%10 = aten.contiguous(%9) : int8[32, 32]
+%11 = aten.slice.Tensor(w, 1, 32, 64) : int8[32, 32]
+%12 = aten.t(%11) : int8[32, 32]
+%13 = aten.contiguous(%12) : int8[32, 32]
+%14 = aten.reshape(scale, [32]) : float32[32]
+%15 = aten.to.dtype(bias, float32) : float32[32]
+%16 = aten.slice.Tensor(%5, 1, 0, 32) : int8[3, 32]
+%17 = aten.contiguous(%16) : int8[3, 32]
+%18 = aten.slice.Tensor(%5, 1, 32, 64) : int8[3, 32]
+%19 = aten.contiguous(%18) : int8[3, 32]
+%20 = aten.reshape(%7, [-1, 1]) : float32[3, 1]
+%21 = aten.new_ones(%20, [1]) : float32[1]
+%22 = npu.npu_quant_matmul(%17, %10, %21, output_dtype=3) : int32[3, 32]
+%23 = npu.npu_quant_matmul(%19, %13, %21, output_dtype=3) : int32[3, 32]
+%24 = aten.add.Tensor(%22, %23) : int32[3, 32]
+%25 = aten.to.dtype(%24, float32) : float32[3, 32]
+%26 = aten.mul.Tensor(%25, %20) : float32[3, 32]
+%27 = aten.mul.Tensor(%26, %14) : float32[3, 32]
+%28 = aten.add.Tensor(%27, %15) : float32[3, 32]
+%29 = aten.to.dtype(%28, bfloat16) : bfloat16[3, 32]
+return %29""")
 
     def test_310p(self) -> None:
         decision = one(32, 64, dtype=F16, chip=P310)
         text = self.lowered(plain, (X.to(F16), *W), decision, dynamic=True, chip=P310)
-        self.assertExpectedInline(text, """""")
+        self.assertExpectedInline(text, """\
+x : float16[s0, s1, 64]
+w : int8[32, 64]
+scale : float32[32, 1]
+%3 = aten.reshape(scale, [32]) : float32[32]
+%4 = aten.reshape(x, [-1, 64]) : float16[s0*s1, 64]
+%5 = fxquant_npu.npu_quant_matmul_dequant(%4, w, %3, quant_mode=pertoken) : float16[s0*s1, 32]
+%6 = aten.sym_size.int(x, 0) : SymInt
+%7 = aten.sym_size.int(x, 1) : SymInt
+%8 = aten.reshape(%5, [%6, %7, 32]) : float16[s0, s1, 32]
+return %8""")
 
 
 @pytest.fixture
@@ -336,7 +456,7 @@ def test_codes_of_unknown_origin() -> None:
 
     gm = trace(given, torch.zeros(3, 64, dtype=torch.int8), W[0], torch.ones(3, 1), W[1])
     assert len(placeholders(gm)) == 4
-    with pytest.raises(GraphCheckError, match="not of a quantize_act"):
+    with pytest.raises(GraphCheckError, match="are not of a quantize_act"):
         lower(gm, one(32, 64, dtype=F16, chip=P310), chip=P310)
 
 

@@ -1,0 +1,206 @@
+"""The Ascend NPU as a target: layouts after the 65535 limit, and lowering to its operators.
+
+Rules are in ``npu_table.py`` with their sources; none of them was run on hardware.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.errors import ConfigError, RefusedError
+from fxquant.graph import is_call, value
+from fxquant.numerics import INT32_K
+from fxquant.ops import check_scaled_mm, fake_scaled_mm, no_gradient
+from fxquant.target import Kernel, Layout, Refusal, Target
+from fxquant.targets.npu_chip import NpuChip, choose_chip, parse_chip
+from fxquant.targets.npu_lowering import (
+    Rows,
+    WeightParts,
+    bounds,
+    constant_parts,
+    lower_quantize_act,
+    lower_scaled_mm,
+)
+from fxquant.targets.npu_schemas import ensure_schemas, planning_for
+from fxquant.targets.npu_wide import MATMUL, POLICIES, Policy, WideDecision, decide
+
+aten = torch.ops.aten
+fxq = torch.ops.fxquant
+
+ACT = "fxquant::quantize_act"
+MM = "fxquant::scaled_mm"
+
+
+def npu_target(target: object = None, *, wide: str = "auto") -> Target:
+    """The table of a chip: ``"Ascend910B2,cann=9.0"``, an ``NpuChip``, or None for this process's device."""
+    if target is not None and not isinstance(target, (str, NpuChip)):
+        raise ConfigError(
+            f"`target` for backend 'npu' is a text such as 'Ascend910B2,cann=9.0', got {target!r}"
+        )
+    if wide not in POLICIES:
+        raise ConfigError(f"wide={wide!r}: expected one of {', '.join(POLICIES)}")
+    chip = parse_chip(target) if isinstance(target, str) else choose_chip(target)
+    ensure_schemas()
+    why = f"{chip.soc} with CANN {chip.cann_text}; rules not verified on hardware"
+    matmul = "npu::npu_quant_matmul_dequant" if chip.family == "310P" else "npu::npu_quant_matmul"
+    policy: Policy = wide
+    return Target(
+        name=str(chip),
+        device_type="npu",
+        kernels={
+            ACT: Kernel(op="npu::npu_dynamic_quant", reason=why),
+            MM: Kernel(op=matmul, reason=why, eager="fxquant_npu::scaled_mm"),
+        },
+        limits=(),
+        arrange=functools.partial(arrange, chip=chip, policy=policy),
+        lower=functools.partial(lower, chip=chip, policy=policy),
+    )
+
+
+def compute_dtype(dtype: object) -> torch.dtype:
+    """What the quantized ops compute in for weights or outputs of ``dtype``: float32 has no op."""
+    return torch.float16 if dtype is torch.float16 else torch.bfloat16
+
+
+def arrange(
+    *, n: int, k: int, dtype: object, cuts: tuple[int, ...] = (), chip: NpuChip, policy: Policy
+) -> Layout | Refusal:
+    """How the codes of a weight ``[n, k]`` lie on ``chip``."""
+    decision = decide(n, k, chip=chip, policy=policy, dtype=compute_dtype(dtype), cuts=cuts)
+    if not decision.quantized:
+        return Refusal(reason=f"{decision.kind}: {decision.reason}")
+    reasons = [] if decision.kind == "as is" else [f"{decision.kind}: {decision.reason}"]
+    if dtype is torch.float32:
+        reasons.append("computed in bfloat16, the NPU's quantized ops take no float32")
+    return Layout(
+        kn=decision.layout == "kn",
+        parts_n=decision.parts_n if len(decision.parts_n) > 1 else (),
+        parts_k=decision.parts_k if len(decision.parts_k) > 1 else (),
+        reason="; ".join(reasons),
+        rejected=decision.rejected if decision.kind != "as is" else (),
+    )
+
+
+def lower(gm: fx.GraphModule, proven: bool = False, *, chip: NpuChip, policy: Policy) -> int:
+    """Replace the dialect's ops by the NPU's; the number of matmuls and quantizations replaced."""
+    rows, count = Rows(proven=proven), 0
+    with planning_for(chip):
+        for node in gm.graph.find_nodes(op="call_function", target=fxq.scaled_mm.default):
+            decision = _decision(node, chip, policy)
+            lower_scaled_mm(gm, node, _parts(gm, node, decision), decision, rows)
+            count += 1
+        for node in gm.graph.find_nodes(op="call_function", target=fxq.quantize_act.default):
+            if not node.users:
+                gm.graph.erase_node(node)
+                continue
+            lower_quantize_act(gm, node, compute_dtype(value(node.args[0]).dtype), rows)
+            count += 1
+    return count
+
+
+def _decision(node: fx.Node, chip: NpuChip, policy: Policy) -> WideDecision:
+    """What was planned for the weight of a ``scaled_mm``: its form holds the layout and the parts."""
+    codes, bias = cast("fx.Node", node.args[1]), node.args[4]
+    n, k = (int(size) for size in value(codes).shape)
+    bias_dtype = value(bias).dtype if isinstance(bias, fx.Node) else None
+    decision = decide(
+        n, k, chip=chip, policy=policy, dtype=compute_dtype(node.args[5]), bias_dtype=bias_dtype
+    )
+    form = codes.meta.get("form")
+    if form is None:  # a cut of the weight: as its own shape demands
+        if not decision.quantized:
+            raise RefusedError(f"{node.format_node()}: {decision.reason}")
+        return decision
+    layout = "kn" if form.kn else ("nk.t" if decision.op == MATMUL else "nk")
+    sums = decision.sums or (torch.int32 if k <= INT32_K else torch.float32)
+    return replace(
+        decision,
+        op=decision.op if decision.quantized else MATMUL,
+        layout=cast("Literal['kn', 'nk.t', 'nk']", layout),
+        parts_n=form.parts_n or (n,),
+        parts_k=form.parts_k or (k,),
+        sums=sums if len(form.parts_k) > 1 else None,
+    )
+
+
+def _parts(gm: fx.GraphModule, node: fx.Node, decision: WideDecision) -> WeightParts:
+    """The constants of the weight, as they lie; scale and bias cut with them."""
+    codes, scale, bias = (cast("fx.Node", node.args[i]) for i in (1, 3, 4))
+    with gm.graph.inserting_before(node):
+        made = constant_parts(gm, codes, scale, bias, decision)
+        held = _held(codes, decision)
+    if held is None:
+        return made
+    return WeightParts(codes=held, scales=made.scales, biases=made.biases)
+
+
+def _held(codes: fx.Node, decision: WideDecision) -> tuple[tuple[fx.Node, ...], ...] | None:
+    """The constants behind ``cat`` and ``t``, in the layout of the decision; None if they are not there."""
+    rows = codes.args[0] if is_call(codes, aten.cat.default) and len(decision.parts_n) > 1 else [codes]
+    grid = []
+    for row in cast("list[fx.Node]", rows):
+        wide = is_call(row, aten.cat.default) and len(decision.parts_k) > 1
+        parts = cast("list[fx.Node]", row.args[0]) if wide else [row]
+        if decision.layout == "kn":
+            if not all(is_call(part, aten.t.default) for part in parts):
+                return None
+            parts = [cast("fx.Node", part.args[0]) for part in parts]
+        grid.append(tuple(parts))
+    fits = [len(row) for row in grid] == [len(decision.parts_k)] * len(decision.parts_n)
+    return tuple(grid) if fits and all(part.op == "placeholder" for row in grid for part in row) else None
+
+
+@torch.library.custom_op("fxquant_npu::scaled_mm", mutates_args=())
+def scaled_mm(
+    x_codes: Tensor,
+    w_codes: Tensor,
+    x_scale: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """``fxquant::scaled_mm`` outside of compiled graphs, through ``npu_quant_matmul``.
+
+    A weight over the limit is cut on the way: this is for few calls, compiled graphs cut when loading.
+    """
+    check_scaled_mm(x_codes, w_codes, x_scale, w_scale, bias, out_dtype)
+    n, k = w_codes.shape
+    m = x_scale.numel()
+    shape = (*x_codes.shape[:-1], n)
+    if m == 0:
+        return torch.empty(shape, dtype=out_dtype, device=x_codes.device)
+    decision = decide(n, k, chip=choose_chip(None), dtype=compute_dtype(out_dtype))
+    if not decision.quantized:
+        raise RefusedError(f"a weight of [{n}, {k}] cannot be multiplied: {decision.reason}")
+    x, token = x_codes.reshape(m, k), x_scale.reshape(m)
+    outs = [
+        _part(x, w_codes[start:stop], token, w_scale.reshape(n)[start:stop], decision)
+        for start, stop in bounds(decision.parts_n)
+    ]
+    out = torch.cat(outs, -1).to(torch.float32)
+    out = out if bias is None else out + bias.to(torch.float32)
+    return out.to(out_dtype).reshape(shape)
+
+
+def _part(x: Tensor, w: Tensor, token: Tensor, scale: Tensor, decision: WideDecision) -> Tensor:
+    matmul = torch.ops.npu.npu_quant_matmul
+    if decision.sums is None:
+        codes = w.t().contiguous() if decision.layout == "kn" else w.contiguous().t()
+        return matmul(x, codes, scale, pertoken_scale=token, output_dtype=decision.dtype)  # type: ignore[no-any-return]
+    one = torch.ones(1, dtype=torch.float32, device=x.device)
+    total = torch.zeros((x.shape[0], w.shape[0]), dtype=decision.sums, device=x.device)
+    for start, stop in bounds(decision.parts_k):
+        part = matmul(
+            x[:, start:stop].contiguous(), w[:, start:stop].t().contiguous(), one, output_dtype=torch.int32
+        )
+        total += part.to(decision.sums)
+    return total.to(torch.float32) * token[:, None] * scale
+
+
+scaled_mm.register_fake(fake_scaled_mm)
+no_gradient(scaled_mm)
