@@ -215,7 +215,8 @@ def test_a_shard_that_changed_between_plan_and_load(
 
 
 @pytest.mark.parametrize(
-    ("change", "words"), [(cut, "(the file ends there|written to while)"), (rewrite, "written to while it was read")]
+    ("change", "words"),
+    [(cut, "(the file ends there|written to while)"), (rewrite, "written to while it was read")],
 )
 @WORKERS
 def test_a_shard_that_is_written_to_while_it_is_read(

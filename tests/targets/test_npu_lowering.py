@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -251,7 +252,9 @@ return %25""",
 
     def test_split_at_cuts(self) -> None:
         decision = split((16, 16), (64,), follows_cuts=True)
-        self.assertExpectedInline(self.lowered(chunks, (X[0], *W), decision), """\
+        self.assertExpectedInline(
+            self.lowered(chunks, (X[0], *W), decision),
+            """\
 x : bfloat16[3, 64]
 w : int8[32, 64]
 scale : float32[32, 1]
@@ -278,12 +281,15 @@ scale : float32[32, 1]
 %23 = aten.slice.Tensor(%20, -1, 8, 16) : bfloat16[3, 8]
 %24 = aten.slice.Tensor(%21, -1, 0, 8) : bfloat16[3, 8]
 %25 = aten.slice.Tensor(%21, -1, 8, 16) : bfloat16[3, 8]
-return [%22, %23, %24, %25]""")
+return [%22, %23, %24, %25]""",
+        )
 
     def test_split_of_k(self) -> None:
         bias = torch.zeros(32, dtype=BF16)
         decision = split((32,), (32, 32), sums=torch.int32, bias_dtype=F32)
-        self.assertExpectedInline(self.lowered(linear, (X[0], *W, bias), decision), """\
+        self.assertExpectedInline(
+            self.lowered(linear, (X[0], *W, bias), decision),
+            """\
 x : bfloat16[3, 64]
 w : int8[32, 64]
 scale : float32[32, 1]
@@ -314,12 +320,15 @@ bias : bfloat16[32]
 %27 = aten.mul.Tensor(%26, %14) : float32[3, 32]
 %28 = aten.add.Tensor(%27, %15) : float32[3, 32]
 %29 = aten.to.dtype(%28, bfloat16) : bfloat16[3, 32]
-return %29""")
+return %29""",
+        )
 
     def test_310p(self) -> None:
         decision = one(32, 64, dtype=F16, chip=P310)
         text = self.lowered(plain, (X.to(F16), *W), decision, dynamic=True, chip=P310)
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 x : float16[s0, s1, 64]
 w : int8[32, 64]
 scale : float32[32, 1]
@@ -329,7 +338,8 @@ scale : float32[32, 1]
 %6 = aten.sym_size.int(x, 0) : SymInt
 %7 = aten.sym_size.int(x, 1) : SymInt
 %8 = aten.reshape(%5, [%6, %7, 32]) : float16[s0, s1, 32]
-return %8""")
+return %8""",
+        )
 
 
 @pytest.fixture
@@ -368,17 +378,17 @@ def _compare(
     decision: WideDecision, shape: tuple[int, ...], dtype: torch.dtype, bias_dtype: torch.dtype | None,
     weights: tuple[Tensor, Tensor], *, dynamic: bool,
 ) -> None:  # fmt: skip
-    fields = {name: getattr(decision, name) for name in decision.__dataclass_fields__}
     compute = F16 if dtype == F16 or decision.op == "npu_quant_matmul_dequant" else BF16
     taken = bias_dtype if bias_dtype == compute and decision.sums is None else F32
-    decision = WideDecision(**{**fields, "dtype": compute, "bias_dtype": taken if bias_dtype else None})
+    decision = replace(decision, dtype=compute, bias_dtype=taken if bias_dtype else None)
     x = torch.randn(shape).to(dtype)
     inputs: tuple[Tensor, ...] = (x, *weights)
     run: Callable[..., Tensor] = plain
     if bias_dtype is not None:
         inputs, run = (*inputs, torch.randn(48).to(bias_dtype)), linear
     example = torch.zeros([max(size, 2) for size in shape], dtype=dtype) if dynamic else x
-    gm = lower(trace(run, example, *inputs[1:], dynamic=dynamic), decision)
+    chip = P310 if decision.op == "npu_quant_matmul_dequant" else A2
+    gm = lower(trace(run, example, *inputs[1:], dynamic=dynamic), decision, chip=chip)
     assert not any("fxquant.s" in name for name in count_calls(gm))
     got, want = gm(*inputs), run(*inputs)
     assert got.dtype == want.dtype
