@@ -54,6 +54,19 @@ def make_fake_mode() -> Any:
     return FakeTensorMode(shape_env=env, allow_non_fake_inputs=True, export=True)
 
 
+@contextlib.contextmanager
+def tracing_alone() -> Iterator[None]:
+    """Trace graphs alone in this process: torch keeps marks of a trace in globals.
+
+    Two traces side by side fail, and may leave a mark behind that makes every compiled model of the
+    process fail. Dynamo compiles under the same lock.
+    """
+    from torch._dynamo.convert_frame import compile_lock
+
+    with compile_lock:
+        yield
+
+
 def trace_flat(function: Callable[..., Any], args: Sequence[Any], fake_mode: Any) -> fx.GraphModule:
     """``make_fx(pre_dispatch=True)`` under the fake mode of the arguments.
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 import fxquant
+from fxquant.checkpoint import is_constants_folder
 from fxquant.errors import ConfigError, FxquantError
 
 
@@ -32,7 +33,10 @@ def _add_plan(verbs: Any) -> None:
     text = "what would become of every weight of a transformers model, from its config and headers alone"
     plan = verbs.add_parser("plan", help=text, description=text)
     plan.add_argument("checkpoint", help="folder with config.json and safetensors")
-    plan.add_argument("--scheme", default="int8", help="default: int8")
+    plan.add_argument("--scheme", help="default: int8, or what a saved folder holds")
+    plan.add_argument("--target", help="what to plan for, such as Ascend910B2,cann=9.0 with --backend npu")
+    plan.add_argument("--wide", default="auto", help="auto, split, transpose, float")
+    plan.add_argument("--html", metavar="FILE", help="also write the plan as a page for a browser")
     plan.add_argument("--backend", default="cpu")
     plan.add_argument("--ignore", action="append", metavar="PATTERN", help="keep layers float; repeatable")
     plan.add_argument("--strict", action="store_true")
@@ -46,10 +50,14 @@ def _plan(arguments: argparse.Namespace) -> int:
         lambda: build_from_config(Path(arguments.checkpoint)),
         arguments.checkpoint,
         backend=arguments.backend,
-        scheme=arguments.scheme,
+        scheme=arguments.scheme or (None if is_constants_folder(arguments.checkpoint) else "int8"),
+        target=arguments.target,
+        wide=arguments.wide,
         ignore=arguments.ignore,
         strict=arguments.strict,
     )
+    if arguments.html:
+        plan.to_html(arguments.html)
     if arguments.explain:
         print(plan.explain(arguments.explain))
     else:

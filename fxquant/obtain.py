@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from fxquant.capture import tracing_alone
 from fxquant.checkpoint import (
     Cache,
     Checkpoint,
@@ -21,7 +22,7 @@ from fxquant.checkpoint import (
 from fxquant.errors import CheckpointFileError, ConfigError, FxquantError
 from fxquant.loading import add_recipe, schedule_for
 from fxquant.materialize.dummy import dummy_constants
-from fxquant.materialize.execute import Loaded, materialize, tracing
+from fxquant.materialize.execute import Loaded, materialize
 from fxquant.materialize.recipes import LoadGraph
 from fxquant.materialize.schedule import Schedule, Scheduler
 from fxquant.materialize.store import Constants
@@ -46,6 +47,8 @@ def obtain(
 ) -> Loaded:
     """The constants that were planned; ``origin`` of the result says where they come from."""
     if weights == "dummy":
+        if cache_dir is not None:
+            raise ConfigError("weights='dummy' makes constants up: there is nothing to keep in cache_dir")
         buffers = {g.fqn: g.tensor for g in planned.groups if g.is_buffer and not g.tensor.is_meta}
         loaded = dummy_constants(planned.graph, planned.request.device, buffers)
         return replace(loaded, origin="made up (weights='dummy')")
@@ -88,7 +91,7 @@ def _through_cache(planned: Planned, checkpoint: Checkpoint, cache: Cache, repor
 
 def _load_stored(planned: Planned, stored: ConstantsCheckpoint, report: Report | None) -> Loaded:
     """Read the constants of an earlier start, which must be those that are planned now."""
-    with tracing():
+    with tracing_alone():
         graph, schedule = _plan_stored(planned, stored)
     return materialize(graph, schedule, stored, device=planned.request.device, report=report)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxquant.capture import tracing_alone
 from fxquant.capture_model import ModelCapture, capture_model, untraceable
 from fxquant.checkpoint import (
     Checkpoint,
@@ -109,13 +110,19 @@ class Planned:
 
 def make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request) -> Planned:
     """Plan ``model``; ``checkpoint=None`` plans from the model's own sizes."""
+    with tracing_alone():
+        return _make_plan(model, checkpoint, request)
+
+
+def _make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request) -> Planned:
     groups, keymap = _match_keys(model, checkpoint, request)
     loaded = tuple(group for group in groups if group.fqn in keymap.entries)
-    # Forms do not depend on sizes of inputs, and a static trace takes less than half the time.
+    # Forms do not depend on sizes of inputs, and a static trace takes less than half the time. Nor do
+    # they depend on the device, and inputs and buffers are on the CPU before a model is loaded.
     capture = capture_model(
         model,
         request.example_inputs,
-        device=request.device,
+        device=request.device if request.whole else torch.device("cpu"),
         dynamic=request.dynamic and request.whole,
         whole=request.whole,
     )

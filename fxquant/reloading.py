@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from fxquant.capture import tracing_alone
 from fxquant.checkpoint import (
     Checkpoint,
     ConstantsCheckpoint,
@@ -20,7 +21,7 @@ from fxquant.checkpoint import (
 )
 from fxquant.errors import ConfigError, WeightMismatchError
 from fxquant.loading import LoadOptions, add_recipe, schedule_for
-from fxquant.materialize.execute import Loaded, materialize, tracing
+from fxquant.materialize.execute import Loaded, materialize
 from fxquant.materialize.progress import choose_progress
 from fxquant.materialize.recipes import LoadGraph
 from fxquant.materialize.schedule import Scheduler, usable_workers
@@ -57,7 +58,7 @@ def reload(
     with checkpoint, shell.gate.reload(), torch.no_grad():
         held = held_constants(model)
         device = next((part.device for *_, parts in held.values() for part in parts), torch.device("cpu"))
-        with tracing():
+        with tracing_alone():
             graph = _load_graph(model, held, checkpoint, key_map)
             scheduler = Scheduler(graph, checkpoint.infos)
             schedule = schedule_for(scheduler, checkpoint, device.type, options)

@@ -98,19 +98,6 @@ def materialize(
     return loaded
 
 
-@contextlib.contextmanager
-def tracing() -> Iterator[None]:
-    """Trace graphs alone in this process: torch keeps marks of a trace in globals.
-
-    Two traces side by side fail, and may leave a mark behind that makes every compiled model of the
-    process fail. Dynamo compiles under the same lock.
-    """
-    from torch._dynamo.convert_frame import compile_lock
-
-    with compile_lock:
-        yield
-
-
 def _forget_locals(error: BaseException) -> None:
     """Let go of what finished frames hold, so that an error that is kept keeps no tensors."""
     seen: BaseException | None = error

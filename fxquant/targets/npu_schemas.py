@@ -34,6 +34,7 @@ GUARDED = (
     "npu_weight_quant_batchmatmul",
     "npu_quantize",
     "npu_dynamic_mx_quant",
+    "npu_grouped_matmul",
 )
 """The ops that have a form for rows whose number may be zero."""
 
@@ -125,7 +126,7 @@ def _add_missing_fakes() -> None:
 def _define_guards() -> None:
     if "fxquant_npu" in _LIBRARIES:
         return
-    library = _library("fxquant_npu", "fxquant_npu", "DEF")
+    library = _library("fxquant_npu", "fxquant_npu", "FRAGMENT")
     for name in GUARDED:
         library.define(f"{name}{SCHEMAS[name]}")
         library.impl(name, _guarded(name), "CompositeExplicitAutograd")
@@ -136,8 +137,8 @@ def _guarded(name: str) -> Callable[..., Any]:
     """The op ``npu::name``, or empty results where its first operand has no elements."""
     fake = FAKES[name]
 
-    def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if x.numel() == 0:
+    def run(x: torch.Tensor | list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        if (x[0] if isinstance(x, list) else x).numel() == 0:
             return fake(x, *args, **kwargs)
         return getattr(torch.ops.npu, name)(x, *args, **kwargs)
 

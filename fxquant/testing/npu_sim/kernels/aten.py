@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fxquant.testing.npu_sim.kernels import layout
 from fxquant.testing.npu_sim.kernels.memory import (
@@ -128,8 +129,9 @@ def _attention(
 ) -> Tensor:
     """Attention through the CPU's kernel, so that results equal a run on the CPU bit for bit."""
     operands = (query, key, value, attn_mask)
-    needs_grad = any(t is not None and t.requires_grad for t in operands)
-    if torch.is_grad_enabled() and needs_grad:
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
+    traced = any(isinstance(operand, FakeTensor) for operand in operands)  # no values, only shapes
+    if needs_grad or traced:
         composite = torch.ops.aten._scaled_dot_product_attention_math
         return composite(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
