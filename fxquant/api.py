@@ -62,7 +62,7 @@ def compile(model: ModelOrFactory, ckpt: Any = None, **options: Unpack[Options])
         report=choose_progress(options.get("progress")),
     )
     state = RunState(strict=request.strict, kernel=request.target.eager_kernel("fxquant::scaled_mm"))
-    install_weights(module, planned.groups, planned.forms, loaded.constants, state)
+    install_weights(module, planned.groups, planned.forms, loaded.constants, state, request.device)
     place_buffers(module, request.device)
     module.__dict__["fxquant_plan"] = planned.plan
     module.__dict__["_fxquant_load"] = replace(loaded, constants={})  # what loading took

@@ -170,6 +170,17 @@ def _(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(codes.shape, dtype=dtype, device=codes.device)
 
 
+@torch.library.custom_op("fxquant::fetch", mutates_args=())
+def fetch(value: Tensor, device: str) -> Tensor:
+    """A copy of a weight in main memory on ``device``, for the ops that follow."""
+    return value.to(device, copy=True)
+
+
+@fetch.register_fake
+def _(value: Tensor, device: str) -> Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+
+
 @torch.library.custom_op("fxquant::check_same", mutates_args=())
 def check_same(value: Tensor, other: Tensor, what: str) -> None:
     """Raise unless ``other`` holds the same values as ``value``; ``what`` names them in the error."""
@@ -192,5 +203,5 @@ def _(value: Tensor, other: Tensor, what: str) -> None:
 
 has_side_effect(torch.ops.fxquant.check_same.default)
 
-for _op in (quantize_act, scaled_mm, quantize_weight, dequantize_weight):
+for _op in (quantize_act, scaled_mm, quantize_weight, dequantize_weight, fetch):
     no_gradient(_op)

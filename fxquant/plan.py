@@ -38,9 +38,9 @@ class Stored:
 class WeightPlan:
     """What becomes of one parameter or buffer.
 
-    ``form`` is ``float`` or the text of a ``Form``; ``reason`` says why, ``rejected`` why not other
-    forms that the target knows. ``stored`` are the tensors
-    it is made of, by ``rule``; ``same`` are keys of tied names whose values must be equal.
+    ``form`` is ``float``, ``float@host`` or the text of a ``Form``; ``reason`` says why, ``rejected``
+    why not other forms that the target knows. ``stored`` are the tensors it is made of, by ``rule``;
+    ``same`` are keys of tied names whose values must be equal.
     ``resident_bytes`` stay after loading; ``transient_bytes`` are needed on top of them by each
     worker that makes the weight, in so many ``tiles``; ``whole`` says why it is not tiled.
     """
@@ -67,7 +67,7 @@ class WeightPlan:
     @property
     def quantized(self) -> bool:
         """Whether the weight is held as codes."""
-        return self.form != "float"
+        return not self.form.startswith("float")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

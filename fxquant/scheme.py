@@ -93,7 +93,8 @@ class Form:
     ``[K, N]`` (GPT-2's Conv1D). ``table`` says that the exact floats are kept beside the codes, for the
     look-ups of an embedding that shares them with a quantized head. ``kn``: codes lie in memory as
     ``[K, N]``. ``parts_n`` and ``parts_k``: the sizes into which N and K are cut, each part a constant
-    of its own (empty: one part).
+    of its own (empty: one part). ``HOST`` is the form of a float weight that stays in main memory and
+    is copied to the device for each call.
     """
 
     scheme: str
@@ -102,6 +103,11 @@ class Form:
     kn: bool = False
     parts_n: tuple[int, ...] = ()
     parts_k: tuple[int, ...] = ()
+
+    @property
+    def host(self) -> bool:
+        """Whether it is a float weight in main memory."""
+        return self.scheme == "none"
 
     @property
     def weight(self) -> QuantSpec:
@@ -120,12 +126,16 @@ class Form:
     @property
     def codes(self) -> tuple[str, ...]:
         """Names of the constants that hold codes: parts of N, and in each the parts of K."""
+        if self.host:
+            return ()
         count = max(len(self.parts_n), 1) * max(len(self.parts_k), 1)
         return ("codes",) if count == 1 else tuple(f"codes_{i}" for i in range(count))
 
     @property
     def constants(self) -> tuple[str, ...]:
         """Names of the constants, in order."""
+        if self.host:
+            return ("value",)
         return (*self.codes, "scale", "table") if self.table else (*self.codes, "scale")
 
     def regions(self, n: int, k: int) -> tuple[tuple[slice, slice], ...]:
@@ -142,6 +152,8 @@ class Form:
         self, shape: tuple[int, ...], dtype: torch.dtype
     ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Dtype and shape of each constant of a parameter of ``shape`` and ``dtype``."""
+        if self.host:
+            return {"value": (dtype, shape)}
         n, k = self.codes_shape(shape)
         found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         for name, (rows, columns) in zip(self.codes, self.regions(n, k), strict=True):
@@ -153,6 +165,8 @@ class Form:
         return found
 
     def __str__(self) -> str:
+        if self.host:
+            return HOST_TEXT
         parts = "".join(
             f"/{axis}:{','.join(map(str, sizes))}"
             for axis, sizes in (("n", self.parts_n), ("k", self.parts_k))
@@ -164,6 +178,8 @@ class Form:
     @staticmethod
     def parse(text: str) -> Form:
         """The inverse of ``str``."""
+        if text == HOST_TEXT:
+            return HOST
         match = _FORM.fullmatch(text)
         if match is None:
             raise ConfigError(f"{text!r} is not a form such as 'int8.t+table' or 'int8.kn/n:48384,48384'")
@@ -176,6 +192,9 @@ class Form:
             parts_k=_sizes(match["k"]),
         )
 
+
+HOST_TEXT = "float@host"
+HOST = Form(scheme="none")
 
 _FORM = re.compile(
     r"(?P<scheme>[a-z0-9_]+)(?P<transposed>\.t)?(?P<kn>\.kn)?(/n:(?P<n>[\d,]+))?(/k:(?P<k>[\d,]+))?(?P<table>\+table)?"

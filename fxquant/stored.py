@@ -82,6 +82,8 @@ def decide_stored(
     """The stored form, if the target can run it."""
     if stored.form is None:
         return Decision(form=None, reason=_reason(stored, checkpoint))
+    if stored.form.host:
+        return Decision(form=stored.form, reason=_reason(stored, checkpoint), asked=True)
     shape = tuple(group.tensor.shape)
     n, k = shape[::-1] if stored.form.transposed else shape
     admitted = target.admits("fxquant::scaled_mm", n=n, k=k)

@@ -44,6 +44,8 @@ class Layout:
     kn: bool = False
     parts_n: tuple[int, ...] = ()
     parts_k: tuple[int, ...] = ()
+    host: bool = False
+    """Not as codes: as floats in main memory, copied to the device for each call."""
     reason: str = ""
     rejected: tuple[tuple[str, str], ...] = ()
 

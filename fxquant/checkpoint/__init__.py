@@ -33,6 +33,7 @@ __all__ = [
     "TensorInfo",
     "WeightConstants",
     "bytes_of",
+    "is_constants_folder",
     "open_checkpoint",
     "require_complete",
     "resolve_keys",

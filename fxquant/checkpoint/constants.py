@@ -167,6 +167,8 @@ def expected_constants(
     """Name, dtype and shape of each constant of a weight. ConfigError if the form cannot have the shape."""
     if form is None:
         return (("value", dtype, shape),)
+    if form.host:
+        return (("value", dtype, shape),)
     spec = find_scheme(form.scheme).weight
     if spec is None or spec.bits != 8 or spec.block != (1, FULL):
         raise ConfigError(f"the form {str(form)!r} is not one that version {VERSION} of the format stores")

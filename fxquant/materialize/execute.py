@@ -277,11 +277,12 @@ class Load:
         """Run a job's program into the constants."""
         program = job.tile.program
         moved = 0
-        if self.store.device.type != "cpu":
+        device = self.store.device_of(job.recipe)
+        if device.type != "cpu":
             # A plain copy: it is done when it returns, so that the buffer can be read into again.
-            reads = [read.to(self.store.device) for read in reads]
+            reads = [read.to(device) for read in reads]
             moved = sum(read.nbytes for read in reads)
-            self.account.add(self.store.device.type, moved)
+            self.account.add(device.type, moved)
         parts, maxima = self.store.parts(job), self.store.maxima(job)
         # Programs without calls make no tensors of note, and a dispatch mode costs time.
         metered = LiveBytes(self.account) if job.tile.transient else contextlib.nullcontext()
@@ -292,7 +293,7 @@ class Load:
             keys = ", ".join(job.recipe.keys)
             raise FxquantError(f"while making {job.recipe.fqn} from {keys}: {error}") from error
         finally:
-            self.account.add(self.store.device.type, -moved)
+            self.account.add(device.type, -moved)
 
     def _mark(self, index: int) -> None:
         """Note that a batch is done, and tell."""

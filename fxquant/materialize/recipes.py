@@ -50,6 +50,8 @@ class Recipe:
     keys: tuple[str, ...]
     laid_out: Form | None = None
     """The form whose parts the template's codes go into; None: the results are the constants."""
+    host: bool = False
+    """The constants are in main memory, whatever the device."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,15 +65,17 @@ class LoadGraph:
 
     def add(self, fqn: str, reads: Reads, *, dtype: torch.dtype, form: Form | None) -> Recipe:
         """Append the recipe of one weight; its template is made or found."""
-        index = self._find(fqn, reads, dtype, form)
+        host = form is not None and form.host
+        index = self._find(fqn, reads, dtype, None if host else form)
         constants = form.constants if form else ("value",)
-        parts = form is not None and not reads.stored and (form.kn or len(form.codes) > 1)
+        parts = form is not None and not reads.stored and not host and (form.kn or len(form.codes) > 1)
         recipe = Recipe(
             fqn=fqn,
             constants=constants,
             template=index,
             keys=reads.keys,
             laid_out=form if parts else None,
+            host=host,
         )
         self.recipes.append(recipe)
         return recipe

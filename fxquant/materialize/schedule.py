@@ -193,10 +193,9 @@ class Scheduler:
 
     def _predict(self, schedule: Schedule, *, in_memory: bool) -> list[Moment]:
         """Memory after each batch has begun: constants so far, buffers, and values in flight."""
-        own = schedule.workers * (schedule.buffer_bytes + schedule.scratch_bytes)
         last = {job.recipe.fqn: i for i, batch in enumerate(schedule.batches) for job in batch.jobs}
         seen: set[str] = set()
-        resident = held = done = 0
+        resident = on_host = held = done = 0
         releases: dict[int, int] = {}
         window: list[int] = []
         moments = []
@@ -206,7 +205,10 @@ class Scheduler:
                 recipe = job.recipe
                 if recipe.fqn not in seen:
                     seen.add(recipe.fqn)
-                    resident += self._resident_on(recipe, schedule.device)
+                    if recipe.host:
+                        on_host += self.resident[recipe.template]
+                    else:
+                        resident += self._resident_on(recipe, schedule.device)
                     if not in_memory and not batch.shared:
                         size = self.tiling(recipe.template, schedule.tile_bytes).held_bytes
                         held += size
@@ -215,17 +217,21 @@ class Scheduler:
             window = [*window[-schedule.workers * LOOKAHEAD :], batch.transient]
             flight = sum(heapq.nlargest(schedule.workers, window))
             done += batch.read_bytes
-            moments.append(Moment(read_bytes=done, memory=_by_device(schedule, resident, held + flight, own)))
+            moments.append(
+                Moment(read_bytes=done, memory=_by_device(schedule, resident, on_host, held + flight))
+            )
         if not moments:
             return [Moment(read_bytes=0, memory={schedule.device: 0})]
         return moments
 
 
-def _by_device(schedule: Schedule, resident: int, transient: int, own: int) -> dict[str, int]:
+def _by_device(schedule: Schedule, resident: int, on_host: int, transient: int) -> dict[str, int]:
+    buffers = schedule.workers * schedule.buffer_bytes
+    scratch = schedule.workers * schedule.scratch_bytes
     if schedule.device == "cpu":
-        return {"cpu": resident + transient + own}
-    host = schedule.workers * schedule.buffer_bytes
-    return {schedule.device: resident + transient + own, "cpu": host}
+        return {"cpu": resident + on_host + transient + buffers + scratch}
+    # A tile lies in the buffer and, while it is worked on, on the device too.
+    return {schedule.device: resident + transient + buffers + scratch, "cpu": on_host + buffers}
 
 
 def _units(graph: LoadGraph) -> list[list[Recipe]]:
@@ -317,7 +323,7 @@ def _owning(batch: Batch, settings: Settings) -> Batch:
 
 
 def _batch(jobs: Sequence[Job], device: str) -> Batch:
-    through = [job for job in jobs if job.tile.direct is None or device != "cpu"]
+    through = [job for job in jobs if job.tile.direct is None or (device != "cpu" and not job.recipe.host)]
     buffered = [part.nbytes for job in through for part in job.tile.reads if not part.held]
     return Batch(
         jobs=tuple(jobs),

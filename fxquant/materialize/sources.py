@@ -96,7 +96,7 @@ def read_batch(
     at = 0
     for job in batch.jobs:
         keys = job.recipe.keys
-        if job.tile.direct is not None and store.device.type == "cpu":
+        if job.tile.direct is not None and store.device_of(job.recipe).type == "cpu":
             (part,) = job.tile.reads
             (index, _), start = job.tile.outs[0], job.tile.direct
             target = bytes_of(store.allocate(job.recipe)[index])[start : start + part.nbytes]

@@ -49,6 +49,10 @@ class Store:
                 self.constants[recipe.fqn] = self._new(recipe)
             return self.constants[recipe.fqn]
 
+    def device_of(self, recipe: Recipe) -> torch.device:
+        """Where a weight's constants are."""
+        return torch.device("cpu") if recipe.host else self.device
+
     def _new(self, recipe: Recipe) -> tuple[Tensor, ...]:
         shapes = self._shapes[recipe.template]
         if recipe.laid_out is not None:
@@ -58,8 +62,9 @@ class Store:
             found = [(part.shape, part.dtype) for part in given]
             assert found == list(shapes), f"{recipe.fqn}: {found} cannot take {shapes}"
             return tuple(given)
-        made = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes)
-        self.account.add(self.device.type, sum(part.nbytes for part in made))
+        device = self.device_of(recipe)
+        made = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes)
+        self.account.add(device.type, sum(part.nbytes for part in made))
         return made
 
     def _results(self, recipe: Recipe) -> Sequence[Any]:

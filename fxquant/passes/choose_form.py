@@ -15,7 +15,7 @@ import torch
 from fxquant.config import Choice
 from fxquant.graph import target_name
 from fxquant.passes.weight_uses import LinearUse, OtherUse
-from fxquant.scheme import Form
+from fxquant.scheme import HOST, Form
 from fxquant.target import Layout, Refusal, Target
 
 
@@ -73,6 +73,10 @@ def choose_form(
     layout = _layout(linears, others, shape, dtype, choice, target)
     if isinstance(layout, Refusal):
         return Decision(form=None, reason=layout.reason, asked=True)
+    if layout.host:
+        return Decision(
+            form=HOST, reason=f"{choice.reason}, {layout.reason}", asked=True, rejected=layout.rejected
+        )
     transposed = linears[0].k_axis == 0
     form = Form(
         scheme=scheme.name,

@@ -7,6 +7,7 @@ codes stand for; uses that can take codes are rewritten later. A ``[K, N]`` para
 Codes in parts, or laid out as ``[K, N]``, are put together by ``cat`` and ``t``, which a target that
 asked for them takes apart again.
 The new placeholders carry the ``Form`` in ``meta["form"]``, which tells later passes the scheme.
+A float weight in main memory, ``w_value``, is copied by ``fetch`` where it is used first.
 Look-ups of a form with a table read ``w_table : bfloat16[N, K]``, the exact floats.
 """
 
@@ -58,11 +59,9 @@ def _expand(gm: fx.GraphModule, node: fx.Node, form: Form) -> None:
             )
     mode, val = fake_mode_of(gm), value(node)
     shapes = form.shapes(tuple(val.shape), val.dtype)
+    place = torch.device("cpu") if form.host else val.device
     with mode:
-        vals = {
-            name: torch.empty(shape, dtype=dtype, device=val.device)
-            for name, (dtype, shape) in shapes.items()
-        }
+        vals = {name: torch.empty(size, dtype=d, device=place) for name, (d, size) in shapes.items()}
     parts = {}
     with gm.graph.inserting_before(node):
         for name in form.constants:
@@ -71,6 +70,13 @@ def _expand(gm: fx.GraphModule, node: fx.Node, form: Form) -> None:
             parts[name].meta["form"] = form
     users = tuple(node.users)
     last = placeholders(gm)[-1]
+    if form.host:
+        with gm.graph.inserting_before(last.next):
+            fetched = call(gm, torch.ops.fxquant.fetch.default, (parts["value"], str(val.device)))
+        for user in users:
+            user.replace_input_with(node, fetched)
+        gm.graph.erase_node(node)
+        return
     with gm.graph.inserting_before(last.next):
         codes = _whole_codes(gm, [parts[name] for name in form.codes], form)
         anchor = call(gm, torch.ops.fxquant.dequantize_weight.default, (codes, parts["scale"], val.dtype))

@@ -140,7 +140,7 @@ def plain_fakes(gm: fx.GraphModule) -> tuple[list[Any], dict[int, Form]]:
         val = node.meta["example_value"]
         if isinstance(val, QuantizedWeight):
             forms[i] = val.form
-            with val.scale.fake_mode:  # type: ignore[attr-defined]
+            with val.constants[0].fake_mode:  # type: ignore[attr-defined]
                 val = torch.empty(val.shape, dtype=val.dtype, device=val.device)
         fakes.append(val)
     return fakes, forms

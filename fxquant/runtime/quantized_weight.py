@@ -114,6 +114,10 @@ class QuantizedWeight(Tensor):
             constants = (*constants[:-1], constants[-1].to(dtype))
         return QuantizedWeight(constants, self.form, dtype, self.state)
 
+    def moved(self, place: torch.device) -> QuantizedWeight:
+        """The same weight on another device."""
+        return self.like(tuple(part.to(place) for part in self.constants))
+
     def as_parameter(self) -> nn.Parameter:
         """Itself as an ``nn.Parameter`` without a gradient."""
         return nn.Parameter(self, requires_grad=False)
@@ -203,6 +207,7 @@ def _takes_codes(input: Any, weight: Any, bias: Any = None) -> bool:  # noqa: A0
         and not isinstance(input, QuantizedWeight)
         and not isinstance(bias, QuantizedWeight)
         and not weight.form.transposed
+        and not weight.form.host
         and input.dtype in (torch.float32, torch.bfloat16, torch.float16)
     )
 
@@ -274,10 +279,13 @@ def _is_traced(weight: QuantizedWeight) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 
-    return weight.scale.is_meta or isinstance(weight.scale, (FakeTensor, FunctionalTensor))
+    part = weight.constants[0]
+    return part.is_meta or isinstance(part, (FakeTensor, FunctionalTensor))
 
 
 def _count(weight: QuantizedWeight, func: Any) -> None:
+    if weight.form.host:
+        return  # whose values are floats
     name = f"{tuple(weight.shape)} in {func}"
     weight.state.fallbacks[name] += 1
     if weight.state.strict:
@@ -295,6 +303,8 @@ def _to_copy(func: Any, weight: QuantizedWeight, **kwargs: Any) -> Any:
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return _with_floats(func, (weight,), {**kwargs, "dtype": dtype})
     kwargs.pop("memory_format", None)
+    if weight.form.host:
+        return weight.like(weight.constants, dtype).moved(torch.device(kwargs.get("device") or weight.device))
     return weight.like(tuple(func(part, **kwargs) for part in weight.constants), dtype)
 
 
@@ -312,7 +322,8 @@ def _copy_(func: Any, weight: QuantizedWeight, source: Tensor, non_blocking: boo
         parts = source.constants
     else:
         floats = source.dequantize() if isinstance(source, QuantizedWeight) else source
-        parts = quantize_values(floats.to(weight.dtype), weight.form)
+        values = floats.to(weight.dtype)
+        parts = (values,) if weight.form.host else quantize_values(values, weight.form)
     for kept, new in zip(weight.constants, parts, strict=True):
         kept.copy_(new, non_blocking)
     return weight

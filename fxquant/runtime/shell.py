@@ -21,6 +21,7 @@ from fxquant.ops import FLOATS
 from fxquant.parameters import WeightGroup, owner_of
 from fxquant.runtime.backend import Compiled, ModelBackend
 from fxquant.runtime.gate import Gate
+from fxquant.runtime.host_weight import HostWeight
 from fxquant.runtime.quantized_weight import QuantizedWeight, keep_out_of_dynamo
 from fxquant.runtime.state import RunState
 from fxquant.scheme import Form
@@ -35,12 +36,13 @@ def install_weights(
     forms: Mapping[str, Form],
     constants: Mapping[str, tuple[Tensor, ...]],
     state: RunState,
+    device: torch.device,
 ) -> None:
     """Replace every loaded parameter and buffer, under all its names."""
     for group in groups:
         if group.fqn not in constants:
             continue
-        new = _installed(group, forms.get(group.fqn), constants[group.fqn], state)
+        new = _installed(group, forms.get(group.fqn), constants[group.fqn], state, device)
         for fqn in group.fqns:
             owner, name = owner_of(model, fqn)
             put_tensor(owner, name, new)
@@ -67,8 +69,14 @@ def put_tensor(owner: nn.Module, name: str, new: Tensor) -> None:
 
 
 def _installed(
-    group: WeightGroup, form: Form | None, constants: tuple[Tensor, ...], state: RunState
+    group: WeightGroup,
+    form: Form | None,
+    constants: tuple[Tensor, ...],
+    state: RunState,
+    device: torch.device,
 ) -> Tensor:
+    if form is not None and form.host:
+        return HostWeight(constants[0], device, state).as_parameter()
     if form is not None:
         return QuantizedWeight(constants, form, group.tensor.dtype, state).as_parameter()
     if group.is_buffer:

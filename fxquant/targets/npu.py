@@ -72,6 +72,8 @@ def arrange(
 ) -> Layout | Refusal:
     """How the codes of a weight ``[n, k]`` lie on ``chip``."""
     decision = decide(n, k, chip=chip, policy=policy, dtype=compute_dtype(dtype), cuts=cuts)
+    if decision.kind == "host":
+        return Layout(host=True, reason=f"host: {decision.reason}", rejected=decision.rejected)
     if not decision.quantized:
         return Refusal(reason=f"{decision.kind}: {decision.reason}")
     reasons = [] if decision.kind == "as is" else [f"{decision.kind}: {decision.reason}"]

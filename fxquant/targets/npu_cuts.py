@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import fx
 
-from fxquant.graph import call, inserting_before, is_call, value
+from fxquant.graph import call, inserting_before, is_call, is_tensor, value
 
 aten = torch.ops.aten
 
@@ -63,7 +64,7 @@ def pieces_of(node: fx.Node) -> tuple[list[fx.Node], list[Piece]] | None:
         chain.append(user)
         node = user
     pieces: list[Piece] = []
-    for user in node.users:
+    for user in _users(node):
         found = _pieces(node, user)
         if found is None:
             return None
@@ -73,17 +74,37 @@ def pieces_of(node: fx.Node) -> tuple[list[fx.Node], list[Piece]] | None:
 
 def _pieces(source: fx.Node, user: fx.Node) -> list[Piece] | None:
     n = value(source).shape[-1]
-    if user.all_input_nodes != [source] or not isinstance(n, int):
+    tensors = [arg for arg in user.all_input_nodes if is_tensor(arg)]
+    if len(tensors) != 1 or not isinstance(n, int):
         return None
     if is_call(user, *_LISTS):
         return _listed(source, user)
+    if is_call(user, aten.unflatten.int, aten.view.default, aten.reshape.default):
+        return _grouped(source, user)
     if is_call(user, aten.slice.Tensor) and not user.kwargs:
-        given = list(user.args[1:])
-        axis, start, stop, step = given + [0, None, None, 1][len(given) :]
-        if _is_last(source, axis) and step == 1:
-            a, b, _ = slice(cast("int | None", start), cast("int | None", stop)).indices(n)
-            return [Piece(node=user, start=a, stop=b)] if a < b else None
+        return _sliced(source, user, n)
     return None
+
+
+def _sliced(source: fx.Node, user: fx.Node, n: int) -> list[Piece] | None:
+    given = list(user.args[1:])
+    axis, start, stop, step = given + [0, None, None, 1][len(given) :]
+    if _is_last(source, axis) and step == 1:
+        a, b, _ = slice(cast("int | None", start), cast("int | None", stop)).indices(n)
+        return [Piece(node=user, start=a, stop=b)] if a < b else None
+    return None
+
+
+def _users(node: fx.Node) -> Iterator[fx.Node]:
+    """Users, seen through slices that take everything (``out[:, :16]`` takes all rows first)."""
+    for user in node.users:
+        given = list(user.args[2:])
+        start, stop, step = (given + [None, None, 1][len(given) :])[:3]
+        everything = start in (0, None) and stop in (None, sys.maxsize) and step == 1
+        if is_call(user, aten.slice.Tensor) and not user.kwargs and everything:
+            yield from _users(user)
+        else:
+            yield user
 
 
 def _is_last(source: fx.Node, axis: object) -> bool:
@@ -98,6 +119,36 @@ def _listed(source: fx.Node, user: fx.Node) -> list[Piece] | None:
     ends = [0, *itertools.accumulate(part.shape[-1] for part in value(user))]
     indices = {item: cast("int", item.args[1]) % len(value(user)) for item in user.users}
     return [Piece(node=item, start=ends[i], stop=ends[i + 1]) for item, i in indices.items()]
+
+
+def _same(a: Sequence[object], b: Sequence[object]) -> bool:
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return all(bool(statically_known_true(x == y)) for x, y in zip(a, b, strict=True))
+
+
+def _grouped(source: fx.Node, user: fx.Node) -> list[Piece] | None:
+    """``[..., N]`` -> ``[..., G, N / G]``, of which each group is taken by ``unbind`` or ``select``."""
+    shape, grouped = tuple(value(source).shape), tuple(value(user).shape)
+    if len(grouped) != len(shape) + 1 or not all(isinstance(size, int) for size in grouped[-2:]):
+        return None
+    count, size = grouped[-2:]
+    if count * size != shape[-1] or not _same(shape[:-1], grouped[:-2]):
+        return None
+    pieces = []
+    for taker in _users(user):
+        axis = taker.args[1] if len(taker.args) > 1 else 0
+        if axis not in (-2, len(grouped) - 2):
+            return None
+        if is_call(taker, aten.select.int):
+            takers = {taker: cast("int", taker.args[2])}
+        elif is_call(taker, aten.unbind.int) and all(is_call(item, operator.getitem) for item in taker.users):
+            takers = {item: cast("int", item.args[1]) for item in taker.users}
+        else:
+            return None
+        starts = {node: index % count * size for node, index in takers.items()}
+        pieces += [Piece(node=node, start=start, stop=start + size) for node, start in starts.items()]
+    return pieces or None
 
 
 def follow_cuts(gm: fx.GraphModule, node: fx.Node, outs: Sequence[fx.Node]) -> bool:

@@ -20,10 +20,12 @@ import torch
 from torch import fx
 from torch.fx.node import Argument
 
-from fxquant.errors import GraphCheckError
+from fxquant.errors import GraphCheckError, RefusedError
 from fxquant.graph import call, inserting_before, is_call, items, value
 from fxquant.targets.npu_cuts import follow_cuts
 from fxquant.targets.npu_fakes import INT32, dtype_code
+from fxquant.targets.npu_rules import refusal_of_call
+from fxquant.targets.npu_schemas import planned_chip
 from fxquant.targets.npu_wide import DEQUANT, WideDecision
 
 aten = torch.ops.aten
@@ -69,6 +71,25 @@ class Rows:
     def none(x: fx.Node) -> bool:
         """Whether ``x`` is known to be empty."""
         return any(isinstance(size, int) and size == 0 for size in value(x).shape)
+
+
+def emit(
+    gm: fx.GraphModule,
+    op: torch._ops.OpOverload,
+    args: tuple[Argument, ...],
+    kwargs: dict[str, Argument] | None = None,
+) -> fx.Node:
+    """Insert a call of an NPU op, or raise what the table says where ``planning_for`` names a chip.
+
+    torch_npu's own fakes check no limit, so the check does not rest on the fakes.
+    """
+    chip = planned_chip()
+    if chip is not None:
+        given, named = cast("Any", fx.node.map_arg((args, kwargs or {}), value))
+        refusal = refusal_of_call(op._schema.name.partition("::")[2], given, named, chip)
+        if refusal is not None:
+            raise RefusedError(f"lowering: {refusal.reason}")
+    return call(gm, op, args, kwargs)
 
 
 def cast_to(gm: fx.GraphModule, x: fx.Node, dtype: torch.dtype) -> fx.Node:
@@ -156,7 +177,7 @@ def lower_quantize_act(gm: fx.GraphModule, node: fx.Node, dtype: torch.dtype, ro
             x = cast_to(gm, x, dtype)
             vector = value(x).dim() == 1
             matrix = call(gm, aten.unsqueeze.default, (x, 0)) if vector else x
-            codes, scale = items(gm, call(gm, rows.op("npu_dynamic_quant", matrix), (matrix,)))
+            codes, scale = items(gm, emit(gm, rows.op("npu_dynamic_quant", matrix), (matrix,)))
             if vector:
                 codes = call(gm, aten.squeeze.dim, (codes, 0))
             else:
@@ -214,7 +235,7 @@ def _matmuls(
             kwargs["bias"] = bias
         kwargs["output_dtype"] = dtype_code(decision.dtype)
         args = (matrix, _passed(gm, codes, decision), scale)
-        outs.append(call(gm, rows.op("npu_quant_matmul", x), args, kwargs))
+        outs.append(emit(gm, rows.op("npu_quant_matmul", x), args, kwargs))
     return outs
 
 
@@ -237,7 +258,7 @@ def _sums(
         total: fx.Node | None = None
         for piece, block in zip(pieces, codes, strict=True):
             args = (piece, _passed(gm, block, decision), one)
-            product = call(gm, rows.op("npu_quant_matmul", x), args, {"output_dtype": INT32})
+            product = emit(gm, rows.op("npu_quant_matmul", x), args, {"output_dtype": INT32})
             product = cast_to(gm, product, cast("torch.dtype", decision.sums))
             total = product if total is None else call(gm, aten.add.Tensor, (total, product))
         assert total is not None
@@ -262,6 +283,6 @@ def _dequant(
     matrix = flatten(gm, cast_to(gm, x, decision.dtype), sum(decision.parts_k))
     op = rows.op("npu_quant_matmul_dequant", x)
     return [
-        call(gm, op, (matrix, codes, scale), {"quant_mode": "pertoken"})
+        emit(gm, op, (matrix, codes, scale), {"quant_mode": "pertoken"})
         for (codes,), scale in zip(parts.codes, parts.scales, strict=True)
     ]

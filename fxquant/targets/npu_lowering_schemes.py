@@ -14,7 +14,7 @@ from torch.fx.node import Argument
 
 from fxquant.graph import call, items, value
 from fxquant.targets.npu_fakes import E8M0, dtype_code
-from fxquant.targets.npu_lowering import Rows, cast_to, flatten, unflatten, zeros
+from fxquant.targets.npu_lowering import Rows, cast_to, emit, flatten, unflatten, zeros
 
 aten = torch.ops.aten
 npu = torch.ops.npu
@@ -52,7 +52,7 @@ def weight_only_mm(
     if group:
         kwargs["antiquant_group_size"] = group
     args = (flatten(gm, x, k), weight, scale)
-    out = call(gm, rows.op("npu_weight_quant_batchmatmul", x), args, kwargs)
+    out = emit(gm, rows.op("npu_weight_quant_batchmatmul", x), args, kwargs)
     return unflatten(gm, out, x)
 
 
@@ -67,7 +67,7 @@ def static_quantize(
     matrix = flatten(gm, x, k)
     if rows.none(x):
         return zeros(gm, matrix, [k], torch.int8)
-    return call(gm, rows.op("npu_quantize", x), (matrix, scales, zero_points, QINT8, 1))
+    return emit(gm, rows.op("npu_quantize", x), (matrix, scales, zero_points, QINT8, 1))
 
 
 def static_scale(gm: fx.GraphModule, x_scale: fx.Node, w_scale: fx.Node, dtype: torch.dtype) -> fx.Node:
@@ -76,7 +76,7 @@ def static_scale(gm: fx.GraphModule, x_scale: fx.Node, w_scale: fx.Node, dtype: 
     A float16 result without ``pertoken_scale`` takes a float32 scale only outside of graph mode (D:5002).
     """
     scale = call(gm, aten.mul.Tensor, (x_scale, w_scale))
-    return scale if dtype == torch.bfloat16 else call(gm, npu.npu_trans_quant_param.default, (scale,))
+    return scale if dtype == torch.bfloat16 else emit(gm, npu.npu_trans_quant_param.default, (scale,))
 
 
 def static_mm(
@@ -98,7 +98,7 @@ def static_mm(
         return zeros(gm, like, [value(weight).shape[1]], dtype)
     kwargs: dict[str, Argument] = {} if bias is None else {"bias": bias}
     kwargs["output_dtype"] = dtype_code(dtype)
-    out = call(gm, rows.op("npu_quant_matmul", like), (codes, weight, scale), kwargs)
+    out = emit(gm, rows.op("npu_quant_matmul", like), (codes, weight, scale), kwargs)
     return unflatten(gm, out, like)
 
 
@@ -120,7 +120,7 @@ def grouped_mm(
     if rows.none(x):
         return zeros(gm, x, [value(weight).shape[2]], dtype)
     x = cast_to(gm, x, dtype)
-    codes, token = items(gm, call(gm, rows.op("npu_dynamic_quant", x), (x,)))
+    codes, token = items(gm, emit(gm, rows.op("npu_dynamic_quant", x), (x,)))
     kwargs: dict[str, Argument] = {
         "scale": [scale],
         "per_token_scale": [token],
@@ -130,7 +130,7 @@ def grouped_mm(
         "group_list_type": 1,
         "output_dtype": dtype_code(dtype),
     }
-    (out,) = items(gm, call(gm, rows.op("npu_grouped_matmul", x), ([codes], [weight]), kwargs))
+    (out,) = items(gm, emit(gm, rows.op("npu_grouped_matmul", x), ([codes], [weight]), kwargs))
     return out
 
 
@@ -145,7 +145,7 @@ def mx_mm(
     bias: fx.Node | None = None,
     rows: Rows,
 ) -> fx.Node:
-    """MX fp8 on 950: ``x [..., k]`` times e4m3 ``[k, n]``, exponents ``[ceil(k / 64), n, 2]``, -> ``[..., n]``.
+    """MX fp8 (950): ``x [..., k]`` times e4m3 ``[k, n]``, exponents ``[ceil(k / 64), n, 2]`` -> ``[..., n]``.
 
     The activation is quantized in blocks of 32 along K at run time; a bias is float32 ``[n]``.
     """
@@ -153,7 +153,7 @@ def mx_mm(
         return zeros(gm, x, [value(weight).shape[1]], dtype)
     matrix = flatten(gm, x, k)
     kind = dtype_code(cast("torch.dtype", value(weight).dtype))
-    quantized = call(gm, rows.op("npu_dynamic_mx_quant", x), (matrix,), {"dst_type": kind})
+    quantized = emit(gm, rows.op("npu_dynamic_mx_quant", x), (matrix,), {"dst_type": kind})
     codes, exponents = items(gm, quantized)
     kwargs: dict[str, Argument] = {"pertoken_scale": exponents}
     if bias is not None:
@@ -164,5 +164,5 @@ def mx_mm(
         "scale_dtype": E8M0,
         "group_sizes": list(MX_GROUPS),
     }
-    out = call(gm, rows.op("npu_quant_matmul", x), (codes, weight, scale), kwargs)
+    out = emit(gm, rows.op("npu_quant_matmul", x), (codes, weight, scale), kwargs)
     return unflatten(gm, out, x)

@@ -54,6 +54,11 @@ def planning_for(chip: NpuChip) -> Iterator[None]:
         _CHIP.reset(token)
 
 
+def planned_chip() -> NpuChip | None:
+    """The chip of the innermost ``planning_for``."""
+    return _CHIP.get()
+
+
 def ensure_schemas() -> Literal["torch_npu", "fxquant"]:
     """Make ``torch.ops.npu.*`` exist: torch_npu's if it is loaded, else ours. Says whose they are."""
     _define_guards()

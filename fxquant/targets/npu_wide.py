@@ -185,6 +185,10 @@ def _split(weight: _Weight) -> WideDecision | Refusal:
     follows = at_cuts is not None and len(at_cuts) == len(parts_n) > 1
     parts_n = at_cuts if at_cuts is not None and follows else parts_n
     reason = f"parts of at most {limit or INT32_K}"
+    if follows:
+        reason += ", at the cuts of the graph: nothing is concatenated"
+    elif weight.cuts and len(parts_n) > 1:
+        reason += "; the cuts of the graph would need more parts, so the results are concatenated"
     return _admitted(weight, "split", MATMUL, "kn", parts_n, parts_k, reason, follows_cuts=follows)
 
 
