@@ -30,7 +30,8 @@ class Options(TypedDict, total=False):
     - ``target``: what to plan for instead of what this machine has: a text such as
       ``"Ascend910B2,cann=9.0"``, or a ``Target``. Without the device one can plan and lower.
     - ``wide``: layers that the NPU's limit of 65535 refuses: ``"auto"`` (as they are, else split),
-      ``"split"``, ``"transpose"`` (keep ``[n, k]``; not verified on hardware), ``"float"``.
+      ``"split"``, ``"transpose"`` (keep ``[n, k]``; not verified on hardware), ``"host"`` (floats in
+      main memory, copied for each call), ``"float"``.
     - ``scheme``: ``"none"`` (floats as they are) or ``"int8"``. Required for a float checkpoint.
     - ``config``: ``{pattern: scheme}`` or a ``QuantConfig``; the first match wins.
     - ``ignore``: patterns of layers that stay float.

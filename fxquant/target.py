@@ -55,10 +55,10 @@ class Target:
     """A device family (or one chip and software version of it) as a table.
 
     ``kernels`` maps each dialect op that the target runs to the op that stands for it; ``limits``
-    holds what no fake kernel checks. ``arrange(n=, k=, dtype=)`` decides how the codes of a weight
-    lie (default: ``[N, K]`` in one part), and ``lower(gm, proven)`` replaces dialect ops where
-    renaming them is not enough (``proven``: guards outside of the graph hold for its sizes); both
-    must be picklable. Tests pass their own ``Target`` to impose a limit.
+    holds what no fake kernel checks. ``arrange(n=, k=, dtype=, cuts=, bias=)`` decides how the codes
+    of a weight lie (default: ``[N, K]`` in one part), and ``lower(gm, proven)`` replaces dialect ops
+    where renaming them is not enough (``proven``: guards outside of the graph hold for its sizes);
+    both must be picklable. Tests pass their own ``Target`` to impose a limit.
     """
 
     name: str
@@ -73,12 +73,24 @@ class Target:
         kernel = self.kernels.get(op)
         return (kernel.eager or kernel.op) if kernel is not None else ""
 
-    def lay_out(self, op: str, *, n: int, k: int, dtype: object) -> Layout | Refusal:
-        """How the codes of a weight of float ``dtype`` lie for ``op``, or why it cannot take codes."""
+    def lay_out(
+        self,
+        op: str,
+        *,
+        n: int,
+        k: int,
+        dtype: object,
+        cuts: tuple[int, ...] = (),
+        bias: object = None,
+    ) -> Layout | Refusal:
+        """How the codes of a weight of float ``dtype`` lie for ``op``, or why it cannot take codes.
+
+        ``cuts``: where the graph cuts the output anyway; ``bias``: dtype of the bias, if there is one.
+        """
         admitted = self.admits(op, n=n, k=k)
         if isinstance(admitted, Refusal):
             return admitted
-        return Layout() if self.arrange is None else self.arrange(n=n, k=k, dtype=dtype)
+        return Layout() if self.arrange is None else self.arrange(n=n, k=k, dtype=dtype, cuts=cuts, bias=bias)
 
     def admits(self, op: str, *, n: int, k: int) -> Kernel | Refusal:
         """The kernel for ``op`` on a weight of ``n`` output and ``k`` input features, or why not."""

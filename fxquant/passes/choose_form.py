@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import fx
 
 from fxquant.config import Choice
-from fxquant.graph import target_name
-from fxquant.passes.weight_uses import LinearUse, OtherUse
+from fxquant.graph import target_name, value
+from fxquant.output_cuts import cuts_of
+from fxquant.passes.weight_uses import LinearUse, OtherUse, matmul_operands
 from fxquant.scheme import HOST, Form
 from fxquant.target import Layout, Refusal, Target
 
@@ -27,13 +29,19 @@ class Use:
     k_axis: int | None
     refusal: str = ""
     lookup: bool = False
+    cuts: tuple[int, ...] = ()
+    """Offsets where everybody who takes the output cuts it anyway."""
+    bias: torch.dtype | None = None
 
     @staticmethod
     def of(use: LinearUse | OtherUse) -> Use:
         """What is kept of a use that a graph showed."""
         name = target_name(use.node)
         if isinstance(use, LinearUse):
-            return Use(op=name, k_axis=use.k_axis)
+            operands = matmul_operands(use.node)
+            bias = operands[2] if operands is not None else None
+            bias_dtype = value(bias).dtype if isinstance(bias, fx.Node) else None
+            return Use(op=name, k_axis=use.k_axis, cuts=cuts_of(use.node), bias=bias_dtype)
         return Use(op=name, k_axis=None, refusal=use.reason, lookup=use.lookup)
 
 
@@ -119,4 +127,6 @@ def _layout(
     n, k = shape[1 - k_axis], shape[k_axis]
     if n == 0 or k == 0:
         return Refusal(reason="the weight is empty")
-    return target.lay_out("fxquant::scaled_mm", n=n, k=k, dtype=dtype)
+    cuts = set.intersection(*(set(use.cuts) for use in linears))
+    bias = next((use.bias for use in linears if use.bias is not None), None)
+    return target.lay_out("fxquant::scaled_mm", n=n, k=k, dtype=dtype, cuts=tuple(sorted(cuts)), bias=bias)

@@ -16,6 +16,7 @@ from fxquant.errors import ConfigError, RefusedError
 from fxquant.graph import is_call, value
 from fxquant.numerics import INT32_K
 from fxquant.ops import check_scaled_mm, fake_scaled_mm, no_gradient
+from fxquant.output_cuts import cuts_of
 from fxquant.target import Kernel, Layout, Refusal, Target
 from fxquant.targets.npu_chip import NpuChip, choose_chip, parse_chip
 from fxquant.targets.npu_lowering import (
@@ -68,10 +69,17 @@ def compute_dtype(dtype: object) -> torch.dtype:
 
 
 def arrange(
-    *, n: int, k: int, dtype: object, cuts: tuple[int, ...] = (), chip: NpuChip, policy: Policy
+    *,
+    n: int,
+    k: int,
+    dtype: object,
+    cuts: tuple[int, ...] = (),
+    bias: torch.dtype | None = None,
+    chip: NpuChip,
+    policy: Policy,
 ) -> Layout | Refusal:
     """How the codes of a weight ``[n, k]`` lie on ``chip``."""
-    decision = decide(n, k, chip=chip, policy=policy, dtype=compute_dtype(dtype), cuts=cuts)
+    decision = decide(n, k, chip=chip, policy=policy, dtype=compute_dtype(dtype), cuts=cuts, bias_dtype=bias)
     if decision.kind == "host":
         return Layout(host=True, reason=f"host: {decision.reason}", rejected=decision.rejected)
     if not decision.quantized:
@@ -111,12 +119,21 @@ def _decision(node: fx.Node, chip: NpuChip, policy: Policy) -> WideDecision:
     n, k = (int(size) for size in value(codes).shape)
     bias_dtype = value(bias).dtype if isinstance(bias, fx.Node) else None
     decision = decide(
-        n, k, chip=chip, policy=policy, dtype=compute_dtype(node.args[5]), bias_dtype=bias_dtype
+        n,
+        k,
+        chip=chip,
+        policy=policy,
+        dtype=compute_dtype(node.args[5]),
+        bias_dtype=bias_dtype,
+        cuts=cuts_of(node),
     )
+    if not decision.quantized and decision.kind == "float":
+        raise RefusedError(
+            f"{node.format_node()}: the weight is held as codes, and {chip} cannot use them here: "
+            f"{decision.reason}. Keep the layer float: ignore=[...] with its name"
+        )
     form = codes.meta.get("form")
     if form is None:  # a cut of the weight: as its own shape demands
-        if not decision.quantized:
-            raise RefusedError(f"{node.format_node()}: {decision.reason}")
         return decision
     layout = "kn" if form.kn else ("nk.t" if decision.op == MATMUL else "nk")
     sums = decision.sums or (torch.int32 if k <= INT32_K else torch.float32)
@@ -125,6 +142,7 @@ def _decision(node: fx.Node, chip: NpuChip, policy: Policy) -> WideDecision:
         op=decision.op if decision.quantized else MATMUL,
         layout=cast("Literal['kn', 'nk.t', 'nk']", layout),
         parts_n=form.parts_n or (n,),
+        follows_cuts=decision.follows_cuts and decision.parts_n == form.parts_n,
         parts_k=form.parts_k or (k,),
         sums=sums if len(form.parts_k) > 1 else None,
     )
@@ -177,8 +195,9 @@ def scaled_mm(
     if m == 0:
         return torch.empty(shape, dtype=out_dtype, device=x_codes.device)
     decision = decide(n, k, chip=choose_chip(None), dtype=compute_dtype(out_dtype))
-    if not decision.quantized:
-        raise RefusedError(f"a weight of [{n}, {k}] cannot be multiplied: {decision.reason}")
+    if decision.op != MATMUL:  # no op takes codes and scales: the dialect's own arithmetic
+        plain: Tensor = fxq.scaled_mm(x_codes, w_codes, x_scale, w_scale, bias, out_dtype)
+        return plain
     x, token = x_codes.reshape(m, k), x_scale.reshape(m)
     outs = [
         _part(x, w_codes[start:stop], token, w_scale.reshape(n)[start:stop], decision)

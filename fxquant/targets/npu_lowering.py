@@ -22,7 +22,7 @@ from torch.fx.node import Argument
 
 from fxquant.errors import GraphCheckError, RefusedError
 from fxquant.graph import call, inserting_before, is_call, items, value
-from fxquant.targets.npu_cuts import follow_cuts
+from fxquant.output_cuts import follow_cuts
 from fxquant.targets.npu_fakes import INT32, dtype_code
 from fxquant.targets.npu_rules import refusal_of_call
 from fxquant.targets.npu_schemas import planned_chip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,11 @@ from expecttest import TestCase
 from npu_kernels import register, trace
 from torch import Tensor, fx
 
-from fxquant.errors import GraphCheckError
+from fxquant.errors import GraphCheckError, RefusedError
 from fxquant.graph import count_calls, dump, placeholders
+from fxquant.output_cuts import cuts_of
 from fxquant.pass_manager import check, clean
 from fxquant.targets.npu_chip import NpuChip, parse_chip
-from fxquant.targets.npu_cuts import cuts_of
 from fxquant.targets.npu_lowering import Rows, constant_parts, lower_quantize_act, lower_scaled_mm
 from fxquant.targets.npu_schemas import ensure_schemas, planning_for
 from fxquant.targets.npu_wide import WideDecision, decide
@@ -366,9 +367,9 @@ SHAPES = [(64,), (1, 64), (17, 64), (0, 64), (2, 3, 64), (2, 0, 64), (1, 2, 3, 6
 def test_numbers(form: str, dynamic: bool) -> None:
     """Inputs of 1 to 5 dims, with 0, 1 and 17 rows, in three dtypes, and biases of each dtype."""
     w, scale = weight(48, 64)
-    for shape in SHAPES:
+    for shape in SHAPES[2:6] if dynamic else SHAPES:
         for dtype in (F16, BF16, F32):
-            for bias_dtype in (None, F16, BF16, F32) if len(shape) == 2 else (None,):
+            for bias_dtype in (None, F16, BF16, F32) if len(shape) == 2 and not dynamic else (None,):
                 if form == "310P" and bias_dtype is not None:
                     continue
                 _compare(DECISIONS[form], shape, dtype, bias_dtype, (w, scale), dynamic=dynamic)
@@ -402,14 +403,13 @@ def _compare(
 
 
 @pytest.mark.usefixtures("_kernels")
-def test_cuts_are_followed_with_right_numbers() -> None:
-    w, scale = weight(32, 64)
-    x = torch.randn(5, 64).to(BF16)
-    decision = split((16, 16), (64,), follows_cuts=True)
-    gm = lower(trace(chunks, x, w, scale), decision)
-    assert "aten.cat" not in count_calls(gm)
-    for got, want in zip(gm(x, w, scale), chunks(x, w, scale), strict=True):
-        torch.testing.assert_close(got, want)
+@pytest.mark.parametrize("rows", [0, 3])
+def test_guarded_ops_are_sound(rows: int) -> None:
+    guarded = torch.ops.fxquant_npu
+    x, w = torch.randint(-127, 128, (rows, 64), dtype=torch.int8), torch.zeros(64, 32, dtype=torch.int8)
+    kwargs = {"pertoken_scale": torch.ones(rows), "output_dtype": 15}
+    torch.library.opcheck(guarded.npu_quant_matmul.default, (x, w, torch.ones(32)), kwargs)
+    torch.library.opcheck(guarded.npu_dynamic_quant.default, (torch.randn(rows, 64).to(F16),))
 
 
 def cut_by_split(x: Tensor, w: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
@@ -421,6 +421,19 @@ def cut_by_slices(x: Tensor, w: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
     return out[:, :16], out[..., 16:]
 
 
+def cut_by_unbind(x: Tensor, w: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    return plain(x, w, scale).unflatten(-1, (4, 8)).unbind(-2)
+
+
+def cut_by_view_and_select(x: Tensor, w: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    groups = plain(x, w, scale).view(x.shape[0], 2, 16)
+    return groups[:, 0], groups[:, -1]
+
+
+def groups_across(x: Tensor, w: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    return plain(x, w, scale).unflatten(-1, (4, 8)).unbind(-1)
+
+
 def read_whole(x: Tensor, w: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
     out = plain(x, w, scale)
     return out[:, :16], out.sum(-1)
@@ -430,23 +443,32 @@ def cut_rows(x: Tensor, w: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
     return plain(x, w, scale).chunk(2, 0)
 
 
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(
     ("run", "cuts"),
     [
         (chunks, (8, 16, 24)),
         (cut_by_split, (16, 24)),
         (cut_by_slices, (16,)),
+        (cut_by_unbind, (8, 16, 24)),
+        (cut_by_view_and_select, (16,)),
+        (groups_across, ()),
         (read_whole, ()),
         (cut_rows, ()),
     ],
 )
-def test_cuts_of_consumers(run: Callable[..., object], cuts: tuple[int, ...]) -> None:
-    gm = trace(run, X[0], *W)
+def test_cuts_of_consumers(run: Callable[..., Any], cuts: tuple[int, ...], dynamic: bool) -> None:
+    w, scale = weight(32, 64)
+    x = torch.randn(6, 64).to(BF16)
+    gm = trace(run, x, w, scale, dynamic=dynamic)
     (node,) = gm.graph.find_nodes(op="call_function", target=fxq.scaled_mm.default)
     assert cuts_of(node) == cuts
-    lowered = count_calls(lower(gm, split((16, 16), (64,), follows_cuts=True)))
-    assert ("aten.cat" in lowered) == (not cuts)
-    assert lowered["npu.npu_quant_matmul"] == 2
+    counts = count_calls(lower(gm, split((16, 16), (64,), follows_cuts=True)))
+    assert ("aten.cat" in counts) == (not cuts)
+    assert counts["fxquant_npu.npu_quant_matmul" if dynamic else "npu.npu_quant_matmul"] == 2
+    for got, want in zip(gm(x, w, scale), run(x, w, scale), strict=True):
+        torch.testing.assert_close(got, want)
 
 
 def shared(x: Tensor, w: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
@@ -472,5 +494,5 @@ def test_codes_of_unknown_origin() -> None:
 
 def test_a_wrong_decision_fails_when_planning() -> None:
     gm = trace(plain, X, torch.empty(65536, 64, dtype=torch.int8), torch.ones(65536, 1))
-    with pytest.raises(RuntimeError, match="limit 65535"):
+    with pytest.raises(RefusedError, match="limit 65535"):
         lower(gm, split((65536,), (64,), kind="as is"))

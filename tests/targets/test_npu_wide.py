@@ -66,7 +66,8 @@ def table() -> str:
             check(n, k, chip_of(family, cann), decision, bias=False)
             lines.append(f"  {n} x {k}  {decision}")
         heads = blocks.setdefault("\n".join(lines), {})
-        heads[f"{family} cann={cann}"] = heads.get(f"{family} cann={cann}", "wide=") + f" {policy}"
+        chip = f"{family} cann={cann}"
+        heads[chip] = f"{heads[chip]}|{policy}" if chip in heads else f"wide={policy}"
     return "\n".join(
         "\n".join([*(f"{chip} {policies}" for chip, policies in heads.items()), text, ""])
         for text, heads in blocks.items()
@@ -167,10 +168,12 @@ def test_cuts() -> None:
     decision = decide(96768, 672, chip=A2, cuts=chunks)
     assert decision.follows_cuts
     assert decision.parts_n == (48384, 48384)
+    assert decision.reason == "parts of at most 65535, at the cuts of the graph: nothing is concatenated"
     assert not decide(96768, 672, chip=A2).follows_cuts
     # Cuts that would need a third part are not followed.
     awkward = decide(96768, 672, chip=A2, cuts=[10000, 80000])
     assert not awkward.follows_cuts
+    assert awkward.reason.endswith("would need more parts, so the results are concatenated")
     assert awkward.parts_n == (48384, 48384)
     assert parts_at_cuts(96768, 65535, [10000, 80000]) is None
     assert parts_at_cuts(100, 40, [30, 60, 70]) == (30, 30, 40)
