@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -145,7 +145,9 @@ def _make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request
         capture=capture.how,
         weights=rows,
         order=tuple(dict.fromkeys(job.recipe.fqn for batch in schedule.batches for job in batch.jobs)),
-        kernels={op: asdict(kernel) for op, kernel in request.target.kernels.items()} if forms else {},
+        kernels={op: {"op": k.op, "reason": k.reason} for op, k in request.target.kernels.items()}
+        if forms
+        else {},
         rewrites={"linear": sum(use.k_axis is not None for fqn in forms for use in uses[fqn])},
         unmatched=request.config.unmatched(name for group in groups for name in group.fqns),
         extra=keymap.extra,

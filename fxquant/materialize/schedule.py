@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from fxquant.checkpoint import TensorInfo
+from fxquant.materialize.blocks import Blocks
 from fxquant.materialize.recipes import LoadGraph, Recipe, laid_out_shapes, result_vals
 from fxquant.materialize.tiles import Tile, Tiling, whole_tile
 from fxquant.materialize.tiling import make_tiling
@@ -18,9 +19,6 @@ from fxquant.timeline import Moment
 
 ALIGNMENT = 64
 PAGE_BYTES = 4096
-DEVICE_ROUNDING = 512
-"""The caching allocators of torch's devices give out multiples of this."""
-
 MAX_MOMENTS = 512
 LOOKAHEAD = 4
 """How many batches, for each worker, may be begun before the oldest one is done."""
@@ -181,19 +179,19 @@ class Scheduler:
                         yield
                     end = (file, offset + part.stop)
 
-    def _resident_on(self, recipe: Recipe, device: str) -> int:
-        """Bytes that a weight's constants take; allocators of devices round each of them up."""
-        shapes = tuple((val.shape, val.dtype) for val in result_vals(self.graph.templates[recipe.template]))
-        if device == "cpu":
+    def _resident_on(self, recipe: Recipe, blocks: Blocks | None) -> int:
+        """Bytes that a weight's constants take; on a device, those of the allocator's blocks."""
+        if blocks is None:
             return self.resident[recipe.template]
+        shapes = tuple((val.shape, val.dtype) for val in result_vals(self.graph.templates[recipe.template]))
         if recipe.laid_out is not None:
             shapes = laid_out_shapes(recipe.laid_out, shapes)
-        sizes = (math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
-        return sum(-(-size // DEVICE_ROUNDING) * DEVICE_ROUNDING for size in sizes)
+        return sum(blocks.take(math.prod(shape) * dtype.itemsize) for shape, dtype in shapes)
 
     def _predict(self, schedule: Schedule, *, in_memory: bool) -> list[Moment]:
         """Memory after each batch has begun: constants so far, buffers, and values in flight."""
         last = {job.recipe.fqn: i for i, batch in enumerate(schedule.batches) for job in batch.jobs}
+        blocks = None if schedule.device == "cpu" else Blocks(schedule.device)
         seen: set[str] = set()
         resident = on_host = held = done = 0
         releases: dict[int, int] = {}
@@ -208,7 +206,7 @@ class Scheduler:
                     if recipe.host:
                         on_host += self.resident[recipe.template]
                     else:
-                        resident += self._resident_on(recipe, schedule.device)
+                        resident += self._resident_on(recipe, blocks)
                     if not in_memory and not batch.shared:
                         size = self.tiling(recipe.template, schedule.tile_bytes).held_bytes
                         held += size

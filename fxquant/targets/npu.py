@@ -54,7 +54,7 @@ def npu_target(target: object = None, *, wide: str = "auto") -> Target:
         name=str(chip),
         device_type="npu",
         kernels={
-            ACT: Kernel(op="npu::npu_dynamic_quant", reason=why),
+            ACT: Kernel(op=matmul if chip.family == "310P" else "npu::npu_dynamic_quant", reason=why),
             MM: Kernel(op=matmul, reason=why, eager="fxquant_npu::scaled_mm"),
         },
         limits=(),
@@ -105,6 +105,8 @@ def lower(gm: fx.GraphModule, proven: bool = False, *, chip: NpuChip, policy: Po
             lower_scaled_mm(gm, node, _parts(gm, node, decision), decision, rows)
             count += 1
         for node in gm.graph.find_nodes(op="call_function", target=fxq.quantize_act.default):
+            for item in [user for user in node.users if not user.users]:  # npu_quant_matmul_dequant's
+                gm.graph.erase_node(item)
             if not node.users:
                 gm.graph.erase_node(node)
                 continue

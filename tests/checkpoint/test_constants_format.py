@@ -32,7 +32,7 @@ from fxquant.checkpoint.digests import DIGEST_BYTES, digest_piece, digests_of
 from fxquant.checkpoint.safetensors import Piece, bytes_of
 from fxquant.checkpoint.writer import DATA_ALIGNMENT, WeightConstants, write_constants
 from fxquant.errors import CheckpointFileError, ConfigError
-from fxquant.scheme import Form
+from fxquant.scheme import HOST, Form
 
 ONE = "constants-00001-of-00001.safetensors"
 INT8 = Form(scheme="int8")
@@ -264,8 +264,8 @@ def test_nothing_to_store_is_a_folder_too(tmp_path: Path) -> None:
             "two dimensions",
         ),
         (
-            {"a": WeightConstants(form=Form(scheme="none"), dtype=torch.float32, shape=(2, 2), tensors=())},
-            "not one that version 1",
+            {"a": WeightConstants(form=HOST, dtype=torch.float32, shape=(2, 2), tensors=())},
+            "has 0 constants, expected 1",
         ),
     ],
 )
@@ -421,7 +421,7 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "entry": (lambda t: t["weights"].update(norm=3), "'norm': a int"),
     "entry field": (lambda t: t["weights"]["norm"].pop("form"), "the fields are"),
     "form": (lambda t: t["weights"]["norm"].update(form="int9"), "the form 'int9'"),
-    "no scheme": (lambda t: t["weights"]["a.weight"].update(form="none"), "not one that version 1"),
+    "no scheme": (lambda t: t["weights"]["a.weight"].update(form="none"), "not one that this fxquant knows"),
     "odd form": (lambda t: t["weights"]["a.weight"].update(form="int8."), r"the form 'int8\.'"),
     "turned": (lambda t: t["weights"]["a.weight"].update(form="int8.t"), r"expected torch\.int8 \[6, 4\]"),
     "dtype": (lambda t: t["weights"]["norm"].update(dtype="float31"), "the dtype 'float31'"),
