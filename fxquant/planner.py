@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -111,7 +111,9 @@ class Planned:
 def make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request) -> Planned:
     """Plan ``model``; ``checkpoint=None`` plans from the model's own sizes."""
     with tracing_alone():
-        return _make_plan(model, checkpoint, request)
+        planned = _make_plan(model, checkpoint, request)
+    give_back()
+    return planned
 
 
 def _make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request) -> Planned:
@@ -157,7 +159,6 @@ def _make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request
         loading=describe_loading(schedule, checkpoint, request.load),
     )
     names = {name: keymap.entries[g.fqn].keys[0] for g in loaded for name in g.fqns}
-    give_back()
     return Planned(
         plan=plan,
         request=request,
@@ -166,7 +167,7 @@ def _make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request
         graph=graph,
         schedule=schedule,
         in_memory=is_in_memory(checkpoint),
-        capture=capture,
+        capture=capture if request.whole else replace(capture, graphs=()),  # only lower() needs them
         names=names,
     )
 
