@@ -143,8 +143,8 @@ def _place(backend: str, target: Target, device: object) -> tuple[torch.device, 
         raise ConfigError(f"device {wanted} does not belong to backend {backend!r}")
     module = getattr(torch, target.device_type, None)
     here = target.device_type == "cpu" or (module is not None and module.is_available())
-    index = torch.device(wanted).index if module is not None and target.device_type != "cpu" else None
-    if here and index is not None and index >= module.device_count():
+    index = torch.device(wanted).index if here else None
+    if index is not None and module is not None and index >= module.device_count():
         raise ConfigError(f"device {wanted}: this process has {module.device_count()} of that type")
     return torch.device(wanted if here else "cpu"), not here
 

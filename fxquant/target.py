@@ -21,7 +21,11 @@ class Kernel:
     op: str
     reason: str
     eager: str = ""
-    """The op for calls outside of graphs, with the dialect op's own signature; empty: ``op``."""
+    """The op for calls outside of graphs; empty: ``op``.
+
+    One with the dialect op's own signature, or for ``scaled_mm`` one named ``linear``:
+    ``linear(x, codes, scale, bias, form, out_dtype)`` with the codes in the parts of the form.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fxquant.materialize.execute import Loaded
 from fxquant.materialize.meter import Account
-from fxquant.materialize.recipes import LoadGraph
+from fxquant.materialize.recipes import LoadGraph, result_vals
 from fxquant.materialize.store import Store
 
 BLOCK = 1 << 20
@@ -43,7 +43,8 @@ def dummy_constants(
             parts = dict(zip(recipe.constants, store.allocate(recipe), strict=True))
             for name, part in parts.items():
                 if name == "scale":
-                    part.fill_(1 / (73 * math.sqrt(max(parts["codes"].shape[-1], 1))))  # 73: spread of codes
+                    k = result_vals(graph.templates[recipe.template])[0].shape[-1]
+                    part.fill_(1 / (73 * math.sqrt(max(k, 1))))  # 73: spread of codes
                 elif not part.is_floating_point():
                     _repeat(codes if part.dtype == torch.int8 else codes.new_zeros(1), part)
                 elif part.dim() < 2:

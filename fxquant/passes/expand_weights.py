@@ -7,7 +7,7 @@ codes stand for; uses that can take codes are rewritten later. A ``[K, N]`` para
 Codes in parts, or laid out as ``[K, N]``, are put together by ``cat`` and ``t``, which a target that
 asked for them takes apart again.
 The new placeholders carry the ``Form`` in ``meta["form"]``, which tells later passes the scheme.
-A float weight in main memory, ``w_value``, is copied by ``fetch`` where it is used first.
+A float weight in main memory, ``w_value``, is copied by ``fetch`` before each use.
 Look-ups of a form with a table read ``w_table : bfloat16[N, K]``, the exact floats.
 """
 
@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from fxquant.errors import QuantizedWeightError
-from fxquant.graph import call, fake_mode_of, placeholders, value
+from fxquant.graph import call, fake_mode_of, inserting_before, placeholders, value
 from fxquant.ops import dequantize_weight as _  # noqa: F401 - registers the dialect
 from fxquant.passes.weight_uses import OtherUse, weight_uses
 from fxquant.scheme import Form
@@ -71,9 +71,9 @@ def _expand(gm: fx.GraphModule, node: fx.Node, form: Form) -> None:
     users = tuple(node.users)
     last = placeholders(gm)[-1]
     if form.host:
-        with gm.graph.inserting_before(last.next):
-            fetched = call(gm, torch.ops.fxquant.fetch.default, (parts["value"], str(val.device)))
-        for user in users:
+        for user in users:  # at each use, so that no more than one copy is on the device at a time
+            with inserting_before(gm, user):
+                fetched = call(gm, torch.ops.fxquant.fetch.default, (parts["value"], str(val.device)))
             user.replace_input_with(node, fetched)
         gm.graph.erase_node(node)
         return

@@ -7,7 +7,7 @@ reuses one graph for many layers, so a constant must never be baked into it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from fxquant.runtime.quantized_weight import QuantizedWeight
 from fxquant.runtime.state import RunState
 from fxquant.scheme import Form
 from fxquant.target import Target
+from fxquant.targets import BACKENDS, choose_target
 
 log = logging.getLogger("fxquant.runtime")
 
@@ -109,7 +110,7 @@ class ModelBackend:
                 normalize(gm, fakes),
                 forms,
                 _constants,
-                target=self.target,
+                target=target_for(self.target, (fakes[i].device.type for i in forms)),
                 inner=self.inner,
                 state=self.state,
                 disable=self.disable,
@@ -118,6 +119,12 @@ class ModelBackend:
             self.state.unnormalized.append(str(error))
             log.warning("a graph runs without rewriting, through the eager quantized ops: %s", error)
             return gm.forward
+
+
+def target_for(planned: Target, device_types: Iterable[str]) -> Target:
+    """The planned target, or that of the device where the weights were moved to another one."""
+    moved = sorted((set(device_types) - {planned.device_type}) & BACKENDS.keys())
+    return choose_target(moved[0]) if moved else planned
 
 
 def _constants(position: int, weight: QuantizedWeight) -> Sequence[Tensor]:

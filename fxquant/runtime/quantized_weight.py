@@ -21,7 +21,7 @@ from typing_extensions import Self
 
 from fxquant import numerics
 from fxquant.errors import QuantizedWeightError
-from fxquant.runtime.eager import quantized_linear
+from fxquant.runtime.eager import quantized_linear, whole_codes
 from fxquant.runtime.read_only import check_not_written, frozen
 from fxquant.runtime.state import RunState
 from fxquant.scheme import Form
@@ -82,15 +82,12 @@ class QuantizedWeight(Tensor):
 
     def whole_codes(self) -> Tensor:
         """Codes ``[N, K]``: a view where they are in one part, else put together."""
-        parts = [getattr(self, name) for name in self.form.codes]
-        turned = [part.t() for part in parts] if self.form.kn else parts
-        width = max(len(self.form.parts_k), 1)
-        rows = (
-            [torch.cat(turned[i : i + width], 1) for i in range(0, len(turned), width)]
-            if width > 1
-            else turned
-        )
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
+        return whole_codes(self.parts, self.form)
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """The constants that hold codes."""
+        return tuple(getattr(self, name) for name in self.form.codes)
 
     def dequantize(self) -> Tensor:
         """A plain float tensor of the claimed shape and dtype: what the codes stand for."""
@@ -218,7 +215,7 @@ def _linear(input: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) 
             f"expected the input and the weight to have the same dtype, got {input.dtype} and {weight.dtype}"
         )
     weight.state.eager_linears += 1
-    return quantized_linear(input, weight.whole_codes(), weight.scale, bias, weight.form, weight.state.kernel)
+    return quantized_linear(input, weight.parts, weight.scale, bias, weight.form, weight.state.kernel)
 
 
 def _has_table(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

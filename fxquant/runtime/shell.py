@@ -57,7 +57,8 @@ def place_buffers(model: nn.Module, device: torch.device) -> None:
     moved: dict[int, Tensor] = {}
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if buffer.device.type != device.type:
+            there = buffer.device.type == device.type and device.index in (None, buffer.device.index)
+            if not there:
                 put_tensor(module, name, moved.setdefault(id(buffer), buffer.to(device)))
 
 

@@ -10,19 +10,18 @@ from dataclasses import replace
 from typing import Literal, cast
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from fxquant.errors import ConfigError, RefusedError
 from fxquant.graph import is_call, value
 from fxquant.numerics import INT32_K
-from fxquant.ops import check_scaled_mm, fake_scaled_mm, no_gradient
 from fxquant.output_cuts import cuts_of
 from fxquant.target import Kernel, Layout, Refusal, Target
 from fxquant.targets.npu_chip import NpuChip, choose_chip, parse_chip
+from fxquant.targets.npu_eager import compute_dtype  # and registers the op for calls outside of graphs
 from fxquant.targets.npu_lowering import (
     Rows,
     WeightParts,
-    bounds,
     constant_parts,
     lower_quantize_act,
     lower_scaled_mm,
@@ -55,17 +54,12 @@ def npu_target(target: object = None, *, wide: str = "auto") -> Target:
         device_type="npu",
         kernels={
             ACT: Kernel(op=matmul if chip.family == "310P" else "npu::npu_dynamic_quant", reason=why),
-            MM: Kernel(op=matmul, reason=why, eager="fxquant_npu::scaled_mm"),
+            MM: Kernel(op=matmul, reason=why, eager="fxquant_npu::linear"),
         },
         limits=(),
         arrange=functools.partial(arrange, chip=chip, policy=policy),
         lower=functools.partial(lower, chip=chip, policy=policy),
     )
-
-
-def compute_dtype(dtype: object) -> torch.dtype:
-    """What the quantized ops compute in for weights or outputs of ``dtype``: float32 has no op."""
-    return torch.float16 if dtype is torch.float16 else torch.bfloat16
 
 
 def arrange(
@@ -98,6 +92,7 @@ def arrange(
 
 def lower(gm: fx.GraphModule, proven: bool = False, *, chip: NpuChip, policy: Policy) -> int:
     """Replace the dialect's ops by the NPU's; the number of matmuls and quantizations replaced."""
+    ensure_schemas()  # an unpickled model's process may have planned nothing
     rows, count = Rows(proven=proven), 0
     with planning_for(chip):
         for node in gm.graph.find_nodes(op="call_function", target=fxq.scaled_mm.default):
@@ -175,55 +170,3 @@ def _held(codes: fx.Node, decision: WideDecision) -> tuple[tuple[fx.Node, ...], 
         grid.append(tuple(parts))
     fits = [len(row) for row in grid] == [len(decision.parts_k)] * len(decision.parts_n)
     return tuple(grid) if fits and all(part.op == "placeholder" for row in grid for part in row) else None
-
-
-@torch.library.custom_op("fxquant_npu::scaled_mm", mutates_args=())
-def scaled_mm(
-    x_codes: Tensor,
-    w_codes: Tensor,
-    x_scale: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """``fxquant::scaled_mm`` outside of compiled graphs, through ``npu_quant_matmul``.
-
-    A weight over the limit is cut on the way: this is for few calls, compiled graphs cut when loading.
-    """
-    check_scaled_mm(x_codes, w_codes, x_scale, w_scale, bias, out_dtype)
-    n, k = w_codes.shape
-    m = x_scale.numel()
-    shape = (*x_codes.shape[:-1], n)
-    if m == 0:
-        return torch.empty(shape, dtype=out_dtype, device=x_codes.device)
-    decision = decide(n, k, chip=choose_chip(None), dtype=compute_dtype(out_dtype))
-    if decision.op != MATMUL:  # no op takes codes and scales: the dialect's own arithmetic
-        plain: Tensor = fxq.scaled_mm(x_codes, w_codes, x_scale, w_scale, bias, out_dtype)
-        return plain
-    x, token = x_codes.reshape(m, k), x_scale.reshape(m)
-    outs = [
-        _part(x, w_codes[start:stop], token, w_scale.reshape(n)[start:stop], decision)
-        for start, stop in bounds(decision.parts_n)
-    ]
-    out = torch.cat(outs, -1).to(torch.float32)
-    out = out if bias is None else out + bias.to(torch.float32)
-    return out.to(out_dtype).reshape(shape)
-
-
-def _part(x: Tensor, w: Tensor, token: Tensor, scale: Tensor, decision: WideDecision) -> Tensor:
-    matmul = torch.ops.npu.npu_quant_matmul
-    if decision.sums is None:
-        codes = w.t().contiguous() if decision.layout == "kn" else w.contiguous().t()
-        return matmul(x, codes, scale, pertoken_scale=token, output_dtype=decision.dtype)  # type: ignore[no-any-return]
-    one = torch.ones(1, dtype=torch.float32, device=x.device)
-    total = torch.zeros((x.shape[0], w.shape[0]), dtype=decision.sums, device=x.device)
-    for start, stop in bounds(decision.parts_k):
-        part = matmul(
-            x[:, start:stop].contiguous(), w[:, start:stop].t().contiguous(), one, output_dtype=torch.int32
-        )
-        total += part.to(decision.sums)
-    return total.to(torch.float32) * token[:, None] * scale
-
-
-scaled_mm.register_fake(fake_scaled_mm)
-no_gradient(scaled_mm)

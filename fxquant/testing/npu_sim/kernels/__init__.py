@@ -31,7 +31,8 @@ _libraries: list[torch.library.Library] = []  # registrations live as long as th
 
 
 def _format_cast(input: Tensor, acl_format: int, **kwargs: Any) -> Tensor:  # noqa: A002
-    check_call("npu_format_cast", (input, acl_format), kwargs, is_nz)
+    if torch.ops.npu.get_npu_format(input) != acl_format:  # else nothing is called; a deepcopy does that
+        check_call("npu_format_cast", (input, acl_format), kwargs, is_nz)
     drain()
     return format_cast(input, acl_format)
 

@@ -33,7 +33,12 @@ def untile(tiles: Tensor, k: int, n: int) -> Tensor:
 
 def is_nz(value: object) -> bool:
     """Whether a value is a tensor in FRACTAL_NZ on the simulated device."""
-    return is_npu(value) and torch.ops.npu.get_npu_format(value) == FRACTAL_NZ
+    if not is_npu(value):
+        return False
+    try:
+        return bool(torch.ops.npu.get_npu_format(value) == FRACTAL_NZ)
+    except RuntimeError:  # a tensor that torch made over a bare storage, as pickle does: it has no layout
+        return False
 
 
 def is_transposed(tensor: Tensor) -> bool:
