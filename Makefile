@@ -3,7 +3,7 @@
 #   PY     the Python that creates it            make test PY=python3.12
 #   JOBS   test processes                        make test JOBS=8
 #   ARGS   further arguments for pytest, demo    make test ARGS="-k llama"
-#          or bench-load                         make bench-load ARGS=--small
+#          or bench-load, bench-npu              make bench-load ARGS=--small
 
 VENV ?= .venv
 VENV_OLDEST ?= .venv-oldest
@@ -49,7 +49,7 @@ endef
 # One process per core: each runs one thread, else they fight for the cores.
 PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(JOBS) $(ARGS)
 
-.PHONY: help demo test test-oldest test-npu lint format bench bench-load clean
+.PHONY: help demo demo-npu test test-oldest test-npu lint format bench bench-load bench-npu clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -83,6 +83,11 @@ $(STAMP_NPU): pyproject.toml constraints-npu.txt
 demo: $(STAMP) ## quantize SmolLM2 while it loads, and ask it a question
 	@$(BIN)/python -m examples.chat $(ARGS)
 
+demo-npu: export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
+demo-npu: $(STAMP_NPU) ## the same on a simulated Ascend NPU, in float16 (own environment; needs gcc; a minute)
+	@$(VENV_NPU)/bin/python -m fxquant.testing.npu_sim -- \
+		python -m examples.chat --backend npu --dtype float16 --max-new-tokens 12 $(ARGS)
+
 test: lint ## what CI runs: linters, types, layers, tests
 	$(BIN)/python -m examples.smollm2
 	$(call PYTEST,$(VENV))
@@ -114,6 +119,11 @@ bench: $(STAMP) ## perplexity, sentence cosine, slow tests
 
 bench-load: $(STAMP) $(STAMP_PEERS) ## the load against its floors and the peers (10 GB of disk)
 	$(BIN)/python -m benchmarks.load --cold --peers-python $(VENV_PEERS)/bin/python $(ARGS)
+
+bench-npu: export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
+bench-npu: export OMP_NUM_THREADS := 1
+bench-npu: $(STAMP_NPU) ## the start-up peak on a simulated Ascend NPU (own environment; 8 GB of disk)
+	$(VENV_NPU)/bin/python -m benchmarks.npu_startup $(ARGS)
 
 clean: ## remove the environments, the caches and the built checkpoint
 	rm -rf .venv .venv-oldest .venv-peers .venv-npu .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist

@@ -1,7 +1,8 @@
 """Ask SmolLM2-135M-Instruct a question, with its weights quantized to int8 while they load.
 
-This is what `make demo` runs. The model is built without weights, the plan is made from the
-checkpoint's header alone, and no float copy of a whole quantized weight outlives its recipe.
+This is what `make demo` runs, and `make demo-npu` on a simulated Ascend NPU. The model is built without
+weights, the plan is made from the checkpoint's header alone, and no float copy of a whole quantized
+weight outlives its recipe.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ def mib(count: int) -> str:
     return f"{count / 2**20:.1f} MiB"
 
 
-def build_on_meta(folder: Path) -> Any:
+def build_on_meta(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
     """Return the model of the checkpoint in `folder`, its parameters on meta."""
     config = AutoConfig.from_pretrained(folder)
     with fxquant.meta_init():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.eval()
 
 
@@ -42,6 +43,7 @@ def answer(model: Any, folder: Path, question: str, max_new_tokens: int) -> str:
         return_tensors="pt",
         return_dict=True,
     )
+    inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
     output = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
     text: str = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return text
@@ -65,11 +67,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--question", default=QUESTION)
     parser.add_argument("--scheme", default="int8")
     parser.add_argument("--max-new-tokens", type=int, default=48)
+    parser.add_argument("--backend", default="cpu", help="cpu, or npu where torch_npu sees one")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--device", help="such as npu:1; default: the backend's current one")
     args = parser.parse_args(argv)
     folder = checkpoint()
-    model = build_on_meta(folder)
-    print(fxquant.plan(model, folder, backend="cpu", scheme=args.scheme).summary())
-    model = fxquant.compile(model, folder, backend="cpu", scheme=args.scheme, progress=True)
+    model = build_on_meta(folder, getattr(torch, args.dtype))
+    chosen = {"backend": args.backend, "device": args.device, "scheme": args.scheme}
+    print(fxquant.plan(model, folder, **chosen).summary())
+    model = fxquant.compile(model, folder, **chosen, progress=True)
     print(f"\n> {args.question}")
     print(f"{answer(model, folder, args.question, args.max_new_tokens)}\n")
     print_report(model)

@@ -15,7 +15,8 @@ from fxquant.errors import (
 )
 from fxquant.parameters import WeightGroup
 from fxquant.passes.choose_form import Decision
-from fxquant.target import Refusal, Target
+from fxquant.scheme import Form
+from fxquant.target import Layout, Refusal, Target
 
 RULE = "stored constants"
 
@@ -86,13 +87,22 @@ def decide_stored(
         return Decision(form=stored.form, reason=_reason(stored, checkpoint), asked=True)
     shape = tuple(group.tensor.shape)
     n, k = shape[::-1] if stored.form.transposed else shape
-    admitted = target.admits("fxquant::scaled_mm", n=n, k=k)
-    if isinstance(admitted, Refusal):
+    layout = target.lay_out("fxquant::scaled_mm", n=n, k=k, dtype=stored.dtype)
+    reason = _misfit(stored.form, layout)
+    if reason:
         raise RefusedError(
             f"{checkpoint.location}: {group.fqn} is stored as {stored.form}, which {target.name} cannot run: "
-            f"{admitted.reason}. Load the original checkpoint for this target"
+            f"{reason}. Load the original checkpoint for this target"
         )
     return Decision(form=stored.form, reason=_reason(stored, checkpoint), asked=True)
+
+
+def _misfit(form: Form, layout: Layout | Refusal) -> str:
+    """Why codes that are stored in ``form`` cannot be used where ``layout`` is right; empty if they can."""
+    if isinstance(layout, Refusal):
+        return layout.reason
+    fewer = len(form.parts_n) < len(layout.parts_n) or len(form.parts_k) < len(layout.parts_k)
+    return f"it takes them in more parts ({layout.reason})" if fewer else ""
 
 
 def _reason(stored: StoredWeight, checkpoint: ConstantsCheckpoint) -> str:

@@ -35,6 +35,11 @@ class Files:
         """Read at ``offset`` into ``buffers``, one after the other; the number of bytes, 0 at the end."""
         return os.preadv(descriptor, buffers, offset)
 
+    def will_need(self, descriptor: int, offset: int, count: int) -> None:
+        """Let the system read ahead; where it cannot, nothing happens."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_WILLNEED)
+
     def close(self, descriptor: int) -> None:
         """Give the descriptor back."""
         os.close(descriptor)

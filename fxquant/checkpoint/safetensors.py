@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -150,6 +151,12 @@ class FileCheckpoint(Checkpoint):
         for run in runs:
             self._fill_run(run)
         return len(runs)
+
+    def will_need(self, key: str, start: int, count: int) -> None:
+        """Tell the system that bytes of a tensor are to be read soon. It is a hint: no error comes of it."""
+        info = self.info(key)
+        with contextlib.suppress(OSError, CheckpointFileError):  # the read that follows will tell
+            self._files.will_need(self._descriptor(str(info.file)), (info.offset or 0) + start, count)
 
     def _fill_run(self, run: Sequence[Piece]) -> None:
         first = self.info(run[0].key)

@@ -25,6 +25,7 @@ from fxquant.materialize.sources import (
     Worker,
     check_source,
     copy_direct,
+    land,
     read_batch,
     view_job,
 )
@@ -33,6 +34,13 @@ from fxquant.materialize.stream import Arrivals
 from fxquant.timeline import Moment
 
 log = logging.getLogger("fxquant.materialize")
+
+NOWHERE = torch.empty(0)
+READ_AHEAD = 16
+"""Batches that the system is asked for ahead of a slow disk."""
+
+SLOW_READ, FAST_RATE = 5e-4, 1.5e9
+"""A read that takes longer than this many seconds, and its bytes at this rate, comes from a disk."""
 
 SAMPLE_SECONDS = 0.01
 """The least time between two readings of the process's memory."""
@@ -147,7 +155,7 @@ class Load:
         self.done_bytes = 0
         self.total_bytes = sum(batch.read_bytes for batch in self.schedule.batches)
         self.changed = threading.Condition(threading.Lock())
-        self.next = 0
+        self.next = self.asked = 0
         self.finished = [False] * len(self.schedule.batches)
         self.oldest = 0
         self.left: dict[str, int] = {}
@@ -213,7 +221,7 @@ class Load:
             with torch.no_grad():
                 worker.begin()
                 while (index := self._claim()) is not None:
-                    self._do(self.schedule.batches[index], worker)
+                    self._do(index, worker)
                     self._mark(index)
         except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
             self._fail(error)
@@ -240,13 +248,28 @@ class Load:
             return False
         return not any(job.tile.phase and self.left[_first_pass(job)] for job in batch.jobs)
 
-    def _do(self, batch: Batch, worker: Worker) -> None:
+    def _read_ahead(self, index: int, checkpoint: FileCheckpoint) -> None:
+        """Ask for the batches behind ``index``: the disk is to be busy while the workers compute."""
+        with self.changed:
+            first, self.asked = max(index + 1, self.asked), max(index + 1 + READ_AHEAD, self.asked)
+            last = self.asked
+        for batch in self.schedule.batches[first:last]:
+            for job in batch.jobs:
+                for part in job.tile.reads:
+                    if part.nbytes and not part.held:
+                        checkpoint.will_need(job.recipe.keys[part.index], part.start, part.nbytes)
+
+    def _do(self, index: int, worker: Worker) -> None:
+        batch = self.schedule.batches[index]
         own = worker.make_buffer(batch.buffer_bytes) if batch.own else None
         if isinstance(self.checkpoint, FileCheckpoint) and not isinstance(self.checkpoint, MappedCheckpoint):
+            started = time.perf_counter()
             tensors = read_batch(batch, self.checkpoint, self.store, own or worker.buffer)
+            if time.perf_counter() - started > SLOW_READ + batch.read_bytes / FAST_RATE:
+                self._read_ahead(index, self.checkpoint)
             for job, reads in zip(batch.jobs, tensors, strict=True):
                 if job.tile.direct is None:
-                    self._compute(job, reads, worker.scratch)
+                    self._compute(job, reads, worker.scratch, worker.landing)
                 elif reads:
                     self.store.place(job, reads[0])
                 reads.clear()
@@ -273,15 +296,13 @@ class Load:
         else:
             self._compute(job, view_job(job, tensors), scratch)
 
-    def _compute(self, job: Job, reads: list[Tensor], scratch: Tensor) -> None:
+    def _compute(self, job: Job, reads: list[Tensor], scratch: Tensor, landing: Tensor = NOWHERE) -> None:
         """Run a job's program into the constants."""
         program = job.tile.program
         moved = 0
         device = self.store.device_of(job.recipe)
         if device.type != "cpu":
-            # A plain copy: it is done when it returns, so that the buffer can be read into again.
-            reads = [read.to(device) for read in reads]
-            moved = sum(read.nbytes for read in reads)
+            reads, moved = land(reads, device, landing)
             self.account.add(device.type, moved)
         parts, maxima = self.store.parts(job), self.store.maxima(job)
         # Programs without calls make no tensors of note, and a dispatch mode costs time.

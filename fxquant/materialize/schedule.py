@@ -192,6 +192,9 @@ class Scheduler:
         """Memory after each batch has begun: constants so far, buffers, and values in flight."""
         last = {job.recipe.fqn: i for i, batch in enumerate(schedule.batches) for job in batch.jobs}
         blocks = None if schedule.device == "cpu" else Blocks(schedule.device)
+        if blocks is not None:  # the workers' own come first
+            for size in (schedule.buffer_bytes, schedule.scratch_bytes) * schedule.workers:
+                blocks.take(size)
         seen: set[str] = set()
         resident = on_host = held = done = 0
         releases: dict[int, int] = {}

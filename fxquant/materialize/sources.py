@@ -57,18 +57,23 @@ class Buffer:
 
 @dataclass(slots=True, kw_only=True)
 class Worker:
-    """What one worker has of its own."""
+    """What one worker has of its own. ``landing``: where what it reads lies on a device."""
 
     schedule: Schedule
     account: Account
     device: torch.device
     buffer: Buffer | None = None
     scratch: Tensor = field(default_factory=lambda: torch.empty(0))
+    landing: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def begin(self) -> None:
-        """Allocate the buffer and the scratch."""
+        """Allocate the buffers and the scratch."""
         if self.schedule.buffer_bytes:
             self.buffer = self.make_buffer(self.schedule.buffer_bytes)
+            if self.device.type != "cpu":
+                size = self.schedule.buffer_bytes
+                self.landing = torch.empty(size, dtype=torch.uint8, device=self.device)
+                self.account.add(self.schedule.device, size)
         size = self.schedule.scratch_bytes // 4
         self.scratch = torch.empty(size, dtype=torch.float32, device=self.device)
         self.account.add(self.schedule.device, self.scratch.nbytes)
@@ -79,11 +84,30 @@ class Worker:
 
     def end(self) -> None:
         """Give them back."""
-        self.account.add(self.schedule.device, -self.scratch.nbytes)
-        self.scratch = torch.empty(0)
+        self.account.add(self.schedule.device, -self.scratch.nbytes - self.landing.nbytes)
+        self.scratch = self.landing = torch.empty(0)
         if self.buffer is not None:
             self.buffer.close()
             self.buffer = None
+
+
+def land(reads: Sequence[Tensor], device: torch.device, landing: Tensor) -> tuple[list[Tensor], int]:
+    """What one job reads, on ``device``: in ``landing``, else in memory of its own, of so many bytes.
+
+    Tensors that come and go between the constants would leave holes, which constants do not fill well.
+    """
+    landed = []
+    at = more = 0
+    for read in reads:
+        stop = at + read.nbytes
+        if stop > landing.nbytes:
+            landed.append(read.to(device))
+            more += read.nbytes
+            continue
+        # A plain copy: it is done when it returns, so that the buffer can be read into again.
+        landed.append(landing[at:stop].view(read.dtype).view(read.shape).copy_(read))
+        at = -(-stop // ALIGNMENT) * ALIGNMENT
+    return landed, more
 
 
 def read_batch(
