@@ -31,7 +31,7 @@ FXQUANT: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One run in a fresh process: a model, how it is loaded, the simulated device, and whether it runs then."""
+    """One run in a fresh process: a model, how it is loaded, the device, and whether it runs then."""
 
     variant: str
     blocks: int
