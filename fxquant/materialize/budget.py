@@ -13,7 +13,8 @@ MIB = 1 << 20
 READ_BYTES = 2 << 20
 """Bytes of a tile's reads: with its float32 chunk it stays in a core's cache."""
 
-SMALL_TILES = (512 << 10, 128 << 10)
+SMALL_TILES = (512 << 10,)
+"""Smaller ones save less than it takes to keep account of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -193,7 +193,7 @@ def test_smaller_tiles_and_fewer_workers_in_their_turn(tmp_path: Path) -> None:
     with pytest.raises(BudgetError) as caught:
         choose_schedule(scheduler, settings, Budgets(host=1))
     least = choose_schedule(scheduler, settings, Budgets(host=caught.value.smallest))
-    assert (least.workers, least.tile_bytes) == (1, 128 << 10)
+    assert (least.workers, least.tile_bytes) == (1, 512 << 10)
 
 
 def test_the_plan_tells_how_it_loads(tmp_path: Path) -> None:
