@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import pickle
@@ -417,6 +418,7 @@ def test_descriptors_are_opened_late_closed_and_reopened(write_sharded: WriteSha
         return len(list(Path("/proc/self/fd").iterdir()))
 
     folder = write_sharded({"x.safetensors": {"a": A}, "y.safetensors": {"b": B}}, None)
+    gc.collect()  # checkpoints of other tests
     before = descriptors()
     checkpoint = open_checkpoint(folder)
     assert descriptors() == before
