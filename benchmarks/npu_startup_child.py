@@ -86,20 +86,18 @@ def per_layer(case: Case, folder: Path) -> Loaded:
 
 
 def with_fxquant(case: Case, folder: Path) -> Loaded:
-    """`fxquant.compile`; the plan is asked first, as a user would."""
+    """`fxquant.compile`, and the plan that it followed."""
     options: dict[str, Any] = {"scheme": "int8", "backend": "npu", "load_workers": case.workers}
     options |= {"example_inputs": models.inputs(case.size), **FXQUANT[case.variant]}
-    plan = fxquant.plan(models.build(case.size), folder, **options)
-    wide = next(weight for weight in plan.weights if weight.fqn == "blocks.0.adaln.weight")
-    print(f"{wide.fqn}: {wide.form}, {wide.reason}, not {dict(wide.rejected)}", flush=True)
-    NPU.reset_peak_memory_stats()
     model = fxquant.compile(models.build(case.size), folder, **options)
+    report = fxquant.report(model)
+    wide = next(weight for weight in report.plan.weights if weight.fqn == "blocks.0.adaln.weight")
     return Loaded(
         model=model,
         tensors=[part for weight in model.parameters() for part in parts(weight)],
-        predicted=plan.predicted_peak["npu"] / MIB,
+        predicted=report.plan.predicted_peak["npu"] / MIB,
         form=wide.form,
-        seconds=fxquant.report(model).load_seconds,
+        seconds=report.load_seconds,
         host=not wide.quantized,
     )
 
