@@ -155,8 +155,11 @@ class FileCheckpoint(Checkpoint):
     def will_need(self, key: str, start: int, count: int) -> None:
         """Tell the system that bytes of a tensor are to be read soon. It is a hint: no error comes of it."""
         info = self.info(key)
-        with contextlib.suppress(OSError, CheckpointFileError):  # the read that follows will tell
-            self._files.will_need(self._descriptor(str(info.file)), (info.offset or 0) + start, count)
+        descriptor = self._open.get(str(info.file))
+        if descriptor is None:
+            return  # the first read opens the file, and tells what is wrong with it
+        with contextlib.suppress(OSError):
+            self._files.will_need(descriptor, (info.offset or 0) + start, count)
 
     def _fill_run(self, run: Sequence[Piece]) -> None:
         first = self.info(run[0].key)
