@@ -6,6 +6,7 @@ Shape suffixes: M tokens (any leading dimensions), N output features, K input fe
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -124,10 +125,7 @@ def quantize_into(
         codes[start:stop].copy_(chunk)
     # A finite scale bounds the quotients by ``top``; others come from values that are not finite.
     if not math.isfinite(scale.sum().item()):
-        for start in range(0, n, step):
-            stop = min(start + step, n)
-            part = scale[start // rows : stop // rows]
-            quantize_with_scale(w_NK[start:stop], part, spec, codes[start:stop])
+        quantize_with_scale(w_NK, scale, spec, codes, scratch)
 
 
 def _chunk(scratch: torch.Tensor, rows: int, k: int) -> torch.Tensor:
@@ -147,33 +145,36 @@ def _quantize_blocks(blocks: torch.Tensor, scale: torch.Tensor, top: int) -> Non
     blocks.div_(scale_of(scale, top)[:, None, :, None]).round_()
 
 
-def absmax_into(w_NK: torch.Tensor, spec: QuantSpec, absmax: torch.Tensor) -> None:
+def absmax_into(w_NK: torch.Tensor, spec: QuantSpec, absmax: torch.Tensor, scratch: torch.Tensor) -> None:
     """Raise ``absmax`` to the largest magnitudes of each block of ``spec`` in a part of a weight."""
+    for start, stop, blocks in _float_blocks(w_NK, spec, scratch):
+        largest = absmax[start:stop]
+        torch.maximum(largest, blocks.amax((1, 3)), out=largest)
+        torch.maximum(largest, blocks.amin((1, 3)).neg_(), out=largest)
+
+
+def quantize_with_scale(
+    w_NK: torch.Tensor, scale: torch.Tensor, spec: QuantSpec, codes: Writable, scratch: torch.Tensor
+) -> None:
+    """Codes of a part of a weight whose scales are known; a value that is not finite gives 0."""
+    rows, _ = block_of((w_NK.shape[0], w_NK.shape[1]), spec)
+    for start, stop, blocks in _float_blocks(w_NK, spec, scratch):
+        blocks.div_(scale[start:stop, None, :, None]).round_().clamp_(-spec.top, spec.top).nan_to_num_(0.0)
+        codes[start * rows : stop * rows].copy_(blocks.view(-1, w_NK.shape[1]))
+
+
+def _float_blocks(
+    w_NK: torch.Tensor, spec: QuantSpec, scratch: torch.Tensor
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Chunks of a weight in float32, as blocks ``[R, r, C, c]`` in ``scratch``, and which rows of scales."""
     n, k = w_NK.shape
     rows, columns = block_of((n, k), spec)
     step = chunk_rows((n, k), spec)
     for start in range(0, n, step):
-        chunk = w_NK[start : start + step].to(torch.float32)
-        blocks = chunk.reshape(chunk.shape[0] // rows, rows, k // columns, columns)
-        part = torch.maximum(blocks.amax((1, 3)), blocks.amin((1, 3)).neg_())
-        largest = absmax[start // rows : start // rows + part.shape[0]]
-        torch.maximum(largest, part, out=largest)
-        del chunk, blocks, part  # before the next ones are made
-
-
-def quantize_with_scale(w_NK: torch.Tensor, scale: torch.Tensor, spec: QuantSpec, codes: Writable) -> None:
-    """Codes of a part of a weight whose scales are known."""
-    n, k = w_NK.shape
-    rows, columns = block_of((n, k), spec)
-    step = chunk_rows((n, k), spec)
-    for start in range(0, n, step):
-        chunk = w_NK[start : start + step].to(torch.float32)
-        count = chunk.shape[0]
-        blocks = chunk.reshape(count // rows, rows, k // columns, columns)
-        part = scale[start // rows : (start + count) // rows]
-        values = _codes_of(blocks, part[:, None, :, None], spec.top)
-        codes[start : start + count].copy_(values.view(count, k))
-        del chunk, blocks, values  # before the next ones are made
+        stop = min(start + step, n)
+        chunk = _chunk(scratch, stop - start, k)
+        chunk.copy_(w_NK[start:stop])
+        yield start // rows, stop // rows, chunk.view(-1, rows, k // columns, columns)
 
 
 def dequantize_weight(codes_NK: torch.Tensor, scale_N1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

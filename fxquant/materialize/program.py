@@ -56,13 +56,20 @@ class Program:
         """Whether it is part of a first pass, for the maxima."""
         return any(end.kind == ABSMAX for end in self.ends)
 
-    def compute(self, reads: Sequence[Tensor]) -> dict[fx.Node, Any]:
-        """The values of the ends from the parts that were read, each freed after its last use."""
+    def compute(
+        self, reads: Sequence[Tensor], watch: Callable[[Mapping[fx.Node, Any]], None] | None = None
+    ) -> dict[fx.Node, Any]:
+        """The values of the ends from the parts that were read, each freed after its last use.
+
+        ``watch`` sees the values that are alive after each call.
+        """
         values: dict[fx.Node, Any] = {node: read for (_, node), read in zip(self.inputs, reads, strict=True)}
         for call in self.calls:
             args, kwargs = fx.node.map_arg((call.args, dict(call.kwargs)), values.__getitem__)
             values[call.node] = call.target(*args, **kwargs)
             del args, kwargs
+            if watch is not None:
+                watch(values)
             for node in call.last:
                 del values[node]
         return values
@@ -87,10 +94,11 @@ class Program:
                 numerics.quantize_into(value, end.spec, codes, scale, scratch)
             elif end.kind == ABSMAX:
                 assert maxima is not None
-                maxima.raise_to(value, end.spec)
+                maxima.raise_to(value, end.spec, scratch)
             else:
                 assert maxima is not None
-                numerics.quantize_with_scale(value, maxima.scale(end.spec), end.spec, outs[end.outs[0]])
+                scale = maxima.scale(end.spec)
+                numerics.quantize_with_scale(value, scale, end.spec, outs[end.outs[0]], scratch)
 
 
 class Maxima:
@@ -102,10 +110,10 @@ class Maxima:
         self.out = scale
         self.done = False
 
-    def raise_to(self, value: Tensor, spec: QuantSpec) -> None:
+    def raise_to(self, value: Tensor, spec: QuantSpec, scratch: Tensor) -> None:
         """Take the maxima of a part into account."""
         part = torch.zeros_like(self.absmax)
-        numerics.absmax_into(value, spec, part)
+        numerics.absmax_into(value, spec, part, scratch)
         with self.lock:
             torch.maximum(self.absmax, part, out=self.absmax)
 
@@ -119,10 +127,10 @@ class Maxima:
 
 
 def scratch_bytes(program: Program, shapes: Mapping[fx.Node, tuple[int, ...]]) -> int:
-    """Bytes of float32 scratch that ``quantize`` ends take, by the shapes of their sources."""
+    """Bytes of float32 scratch that the ends take, by the shapes of their sources."""
     sizes = [0]
     for end in program.ends:
-        if end.kind == QUANTIZE and end.spec is not None:
+        if end.spec is not None:
             n, k = shapes[end.source]
             sizes.append(min(numerics.chunk_rows((n, k), end.spec), n) * k * 4)
     return max(sizes)
@@ -135,32 +143,23 @@ def measure_on_fakes(
     with make_fake_mode():
         given = [torch.empty(shape, dtype=dtype) for shape, dtype in reads]
         owned = {tensor.untyped_storage()._cdata for tensor in given}
-        nodes = [node for _, node in program.inputs]
-        values: dict[fx.Node, Any] = dict(zip(nodes, given, strict=True))
-        peak = 0
-        for call in program.calls:
-            args, kwargs = fx.node.map_arg((call.args, dict(call.kwargs)), values.__getitem__)
-            values[call.node] = call.target(*args, **kwargs)
-            peak = max(peak, _alive(values, owned))
-            for node in call.last:
-                del values[node]
+        alive = [0]
+        values = program.compute(given, lambda values: alive.append(_alive(values, owned)))
+        peak = max(alive)
         for end in program.ends:
-            if end.kind in (ABSMAX, CODES):
-                peak = max(peak, _alive(values, owned) + _pass_bytes(end.kind, values[end.source], end.spec))
+            if end.kind == ABSMAX:
+                peak = max(peak, _alive(values, owned) + _pass_bytes(values[end.source], end.spec))
             elif end.kind == QUANTIZE and program.calls:
                 peak = max(peak, _alive(values, owned) + _maxima_bytes(values[end.source], end.spec))
         shapes = {end.source: tuple(values[end.source].shape) for end in program.ends}
     return peak, shapes
 
 
-def _pass_bytes(kind: str, source: Tensor, spec: QuantSpec | None) -> int:
-    """Bytes of a pass over a part: its floats and maxima, or its floats, quotients and codes."""
+def _pass_bytes(source: Tensor, spec: QuantSpec | None) -> int:
+    """Bytes of the maxima of a first pass over a part."""
     assert spec is not None
     n, k = source.shape
-    chunk = min(numerics.chunk_rows((n, k), spec), n) * k
-    if kind == CODES:
-        return 9 * chunk
-    return 4 * chunk + 16 * math.prod(numerics.scale_shape((n, k), spec))
+    return 12 * math.prod(numerics.scale_shape((n, k), spec))
 
 
 def _maxima_bytes(source: Tensor, spec: QuantSpec | None) -> int:
