@@ -143,6 +143,11 @@ class Form:
         rows, columns = _slices(self.parts_n or (n,)), _slices(self.parts_k or (k,))
         return tuple((row, column) for row in rows for column in columns)
 
+    def part_shapes(self, n: int, k: int) -> tuple[tuple[int, int], ...]:
+        """Shapes of the constants that hold the codes ``[N, K]``."""
+        sizes = ((r.stop - r.start, c.stop - c.start) for r, c in self.regions(n, k))
+        return tuple(size[::-1] if self.kn else size for size in sizes)
+
     def codes_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """N and K of a parameter of ``shape``."""
         n, k = shape[::-1] if self.transposed else shape
@@ -156,9 +161,8 @@ class Form:
             return {"value": (dtype, shape)}
         n, k = self.codes_shape(shape)
         found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-        for name, (rows, columns) in zip(self.codes, self.regions(n, k), strict=True):
-            size = rows.stop - rows.start, columns.stop - columns.start
-            found[name] = (torch.int8, size[::-1] if self.kn else size)
+        for name, size in zip(self.codes, self.part_shapes(n, k), strict=True):
+            found[name] = (torch.int8, size)
         found["scale"] = (torch.float32, (n, 1))
         if self.table:
             found["table"] = (dtype, shape)

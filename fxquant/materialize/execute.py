@@ -89,7 +89,10 @@ def materialize(
         # Constants made in inference mode could not be written over outside of it.
         with _torch_threads(), one_arena(), torch.inference_mode(False), torch.no_grad():
             if isinstance(checkpoint, StreamCheckpoint):
-                load.run_stream(Arrivals(graph, schedule, names or {}, optional, budget), checkpoint)
+                arrivals = Arrivals(
+                    graph, schedule, load.store, names=names or {}, optional=optional, budget=budget
+                )
+                load.run_stream(arrivals, checkpoint)
             else:
                 check_source(graph, checkpoint)
                 load.run()
@@ -290,7 +293,8 @@ class Load:
 
     def _from_memory(self, job: Job, scratch: Tensor) -> None:
         """Do a job whose tensors are in memory."""
-        tensors = {key: self.checkpoint.read(key) for key in job.recipe.keys}
+        keys = {job.recipe.keys[part.index] for part in job.tile.reads}
+        tensors = {key: self.checkpoint.read(key) for key in keys}
         if job.tile.direct is not None:
             copy_direct(job, tensors[job.recipe.keys[job.tile.reads[0].index]], self.store)
         else:
@@ -372,10 +376,10 @@ class Load:
         scratch = torch.empty(size, dtype=torch.float32, device=self.store.device)
         self.account.add(scratch.device.type, scratch.nbytes)
         for item in checkpoint:
-            arrivals.take(item, self.store, self.account)
+            arrivals.take(item)
             for job, reads in arrivals.ready():
                 self._compute(job, reads, scratch)
-            arrivals.drop(self.account)
+            arrivals.drop()
             self.done_bytes = arrivals.done_bytes
             self.tell(arrivals.last)
         self.account.add(scratch.device.type, -scratch.nbytes)

@@ -168,8 +168,5 @@ Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
 def laid_out_shapes(form: Form, shapes: Shapes) -> Shapes:
     """Shapes of the constants whose codes lie in parts, from those of a template's results."""
     n, k = shapes[0][0]
-    parts = []
-    for rows, columns in form.regions(n, k):
-        size = (rows.stop - rows.start, columns.stop - columns.start)
-        parts.append((torch.Size(size[::-1] if form.kn else size), torch.int8))
+    parts = ((torch.Size(size), torch.int8) for size in form.part_shapes(n, k))
     return (*parts, *shapes[1:])

@@ -18,7 +18,6 @@ from fxquant.checkpoint import StreamItem
 from fxquant.checkpoint.keymap_rules import transparent
 from fxquant.errors import BudgetError, MissingWeightError, TiedWeightError, WeightMismatchError
 from fxquant.graph import placeholders, value
-from fxquant.materialize.meter import Account
 from fxquant.materialize.recipes import LoadGraph, Recipe
 from fxquant.materialize.schedule import Job, Schedule
 from fxquant.materialize.store import Constants, Store
@@ -109,14 +108,16 @@ class Arrivals:
         self,
         graph: LoadGraph,
         schedule: Schedule,
+        store: Store,
+        *,
         names: Mapping[str, str],
         optional: Collection[str],
         budget: int | None,
     ) -> None:
         self.graph, self.names, self.optional, self.budget = graph, names, optional, budget
+        self.store, self.account = store, store.account
         self.done_bytes = 0
         self.last = ""
-        self.into: tuple[Store, Account] | None = None
         self.keys: dict[str, Arriving] = {}
         self.left: dict[str, set[int]] = {}
         self.first_pass: dict[str, set[int]] = {}
@@ -137,11 +138,16 @@ class Arrivals:
             self.keys[key] = Arriving(key=key, shape=tuple(planned.shape), dtype=planned.dtype)
         return self.keys[key]
 
-    def take(self, item: StreamItem, store: Store, account: Account) -> None:
+    @property
+    def last_key(self) -> str:
+        """The key of what came last."""
+        name = transparent(self.last)
+        return self.names.get(name, name)
+
+    def take(self, item: StreamItem) -> None:
         """Note what has come; direct reads go into their constants at once."""
-        self.last, self.into = item.name, (store, account)
-        key = self.names.get(transparent(item.name), transparent(item.name))
-        found = self.keys.get(key)
+        self.last = item.name
+        found = self.keys.get(self.last_key)
         if found is None:
             log.info("the stream's tensor %s is not used", item.name)
             return
@@ -150,37 +156,37 @@ class Arrivals:
         if found.regions and not tensor.numel():
             return  # an empty shard
         if found.complete:
-            self._take_again(found, tensor, region, store)
+            self._take_again(found, tensor, region)
             return
         _check_new(item.name, found, region)
         found.regions.append(region)
         direct = [(job, part) for job, part in found.jobs if job.tile.direct is not None]
-        _write_through(direct, found, tensor, region, store)
+        _write_through(direct, found, tensor, region, self.store)
         if len(direct) < len(found.jobs):
-            self._keep(found, tensor, region, account)
-        self._check_budget(account, 0)
+            self._keep(found, tensor, region)
+        self._check_budget(0)
 
-    def _keep(self, found: Arriving, tensor: Tensor, region: Region, account: Account) -> None:
+    def _keep(self, found: Arriving, tensor: Tensor, region: Region) -> None:
         """Hold a part back until the jobs that need it can run."""
         if all((0, size) == span for size, span in zip(found.shape[1:], region[1:], strict=True)):
             start, stop = region[0] if region else (0, 1)
             found.rows.append((start, stop, tensor))
-            account.add("cpu", tensor.nbytes)
+            self.account.add("cpu", tensor.nbytes)
         else:
             if found.assembled is None:
                 found.assembled = torch.empty(found.shape, dtype=found.dtype)
-                account.add("cpu", found.assembled.nbytes)
+                self.account.add("cpu", found.assembled.nbytes)
             found.assembled[tuple(slice(*span) for span in region)] = tensor
         if found.assembled is not None and found.complete:
             for start, stop, rows in found.rows:
                 found.assembled[start:stop] = rows
-                account.add("cpu", -rows.nbytes)
+                self.account.add("cpu", -rows.nbytes)
             found.rows = [(0, found.shape[0], found.assembled)]
             found.assembled = None
 
-    def _check_budget(self, account: Account, more: int) -> None:
+    def _check_budget(self, more: int) -> None:
         """Refuse to hold ``more`` bytes than now if the budget does not allow it."""
-        now = sum(account.now.values()) + more
+        now = sum(self.account.now.values()) + more
         if self.budget is not None and now > self.budget:
             waiting = [
                 key for key, arriving in self.keys.items() if arriving.rows or arriving.assembled is not None
@@ -195,11 +201,7 @@ class Arrivals:
 
     def ready(self) -> Iterator[tuple[Job, list[Tensor]]]:
         """Jobs that can run now with what they read; to be run before the next is asked for."""
-        if self.into is None:
-            return
-        store, account = self.into
-        key = self.names.get(transparent(self.last), transparent(self.last))
-        for number, job in self.by_key.get(key, ()):
+        for number, job in self.by_key.get(self.last_key, ()):
             if number not in self.left[job.recipe.fqn]:
                 continue
             arriving = [(self.keys[job.recipe.keys[part.index]], part) for part in job.tile.reads]
@@ -210,15 +212,15 @@ class Arrivals:
             waits = job.tile.phase and self.left[job.recipe.fqn] & self.first_pass[job.recipe.fqn]
             if waits or not all(found.has(part) for found, part in arriving):
                 continue
-            store.allocate(job.recipe)
+            self.store.allocate(job.recipe)
             copied = sum(found.copied(part) for found, part in arriving)
-            self._check_budget(account, copied + job.tile.transient)
-            account.add("cpu", copied)
+            self._check_budget(copied + job.tile.transient)
+            self.account.add("cpu", copied)
             yield job, [found.take(part) for found, part in arriving]
-            account.add("cpu", -copied)
+            self.account.add("cpu", -copied)
             self.left[job.recipe.fqn].discard(number)
 
-    def drop(self, account: Account) -> None:
+    def drop(self) -> None:
         """Let go of parts whose jobs have all run."""
         for found in self._touched():
             undone = [
@@ -229,23 +231,22 @@ class Arrivals:
             for row in list(found.rows):
                 if not any(max(row[0], start) < min(row[1], stop) for start, stop in undone):
                     found.rows.remove(row)
-                    account.add("cpu", -row[2].nbytes)
+                    self.account.add("cpu", -row[2].nbytes)
 
     def _touched(self) -> list[Arriving]:
         """The tensors that jobs on the last one read."""
-        key = self.names.get(transparent(self.last), transparent(self.last))
-        jobs = [job for _, job in self.by_key.get(key, ())]
+        jobs = [job for _, job in self.by_key.get(self.last_key, ())]
         keys = {job.recipe.keys[part.index]: None for job in jobs for part in job.tile.reads}
         return [self.keys[key] for key in keys]
 
-    def _take_again(self, found: Arriving, tensor: Tensor, region: Region, store: Store) -> None:
+    def _take_again(self, found: Arriving, tensor: Tensor, region: Region) -> None:
         """A tied weight may come under each of its names; the values must be the same."""
         whole = tuple((0, size) for size in found.shape)
         recipes = {job.recipe.fqn: job.recipe for job, _ in found.jobs}
         if region != whole or any(recipe.keys != (found.key,) for recipe in recipes.values()):
             raise WeightMismatchError(f"the stream brings {self.last!r} a second time")
         for recipe in recipes.values():
-            check_again(self.graph, recipe, tensor, store.constants)
+            check_again(self.graph, recipe, tensor, self.store.constants)
 
     def finish(self) -> None:
         """Refuse a stream that ended too early."""

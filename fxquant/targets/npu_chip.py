@@ -16,8 +16,6 @@ import torch
 from fxquant.errors import ConfigError
 
 Family = Literal["A2", "A3", "950", "310P"]
-
-FAMILIES: tuple[Family, ...] = ("A2", "A3", "950", "310P")
 """A2: Atlas A2, 800I A2. A3: Atlas A3. 950: Ascend950PR, Ascend950DT. 310P: Atlas inference series."""
 
 _NAMES: tuple[tuple[str, Family], ...] = (
