@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from fxquant.errors import CaptureError
 from fxquant.kept import kept_attributes, kept_registration_hooks
+from fxquant.process_setting import ProcessSetting
 
 log = logging.getLogger("fxquant.capture")
 
@@ -96,12 +97,11 @@ def _strip(gm: fx.GraphModule) -> None:
 @contextlib.contextmanager
 def quiet_fast_paths() -> Iterator[None]:
     """Keep nn.MultiheadAttention off its opaque inference op, so that its linears are visible."""
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
+    with _fast_path.changed(False):
         yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+_fast_path = ProcessSetting(torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled)
 
 
 @contextlib.contextmanager

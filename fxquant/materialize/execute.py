@@ -31,6 +31,7 @@ from fxquant.materialize.sources import (
 )
 from fxquant.materialize.store import Constants, Store
 from fxquant.materialize.stream import Arrivals
+from fxquant.process_setting import ProcessSetting
 from fxquant.timeline import Moment
 
 log = logging.getLogger("fxquant.materialize")
@@ -126,11 +127,14 @@ def _torch_threads() -> Iterator[None]:
     Tiles are small, and idle OpenMP threads spin: SmolLM2 on two busy cores took 36 s with two
     threads for each op and 1.2 s with one.
     """
-    threads = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+    with _threads.changed(1) as threads:
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)  # of this thread; other loads have set theirs
+
+
+_threads = ProcessSetting(torch.get_num_threads, torch.set_num_threads)
 
 
 class Load:
@@ -371,7 +375,6 @@ class Load:
 
     def run_stream(self, arrivals: Arrivals, checkpoint: StreamCheckpoint) -> None:
         """Do each job as soon as what it reads has come."""
-        torch.set_num_threads(1)
         size = self.schedule.scratch_bytes // 4
         scratch = torch.empty(size, dtype=torch.float32, device=self.store.device)
         self.account.add(scratch.device.type, scratch.nbytes)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
+
+from fxquant.process_setting import ProcessSetting
 
 
 @functools.cache
@@ -27,18 +30,25 @@ def one_arena() -> Iterator[None]:
 
     glibc otherwise gives each its own, and keeps what is freed there (80 MiB after 8 workers).
     """
-    tune = _mallopt()
-    if tune is None:
+    if _mallopt() is None:
         yield
         return
-    tune(_M_ARENA_MAX, 1)
-    try:
+    with _most_arenas.changed(1):
         yield
-    finally:
-        tune(_M_ARENA_MAX, 0)  # as many as glibc finds right
+
+
+def _set_most_arenas(count: int) -> None:
+    _mallopt()(_M_ARENA_MAX, count)
+
+
+def _given_most_arenas() -> int:
+    """What glibc was started with; 0 for as many as it finds right. It cannot be asked."""
+    given = os.environ.get("MALLOC_ARENA_MAX", "")
+    return int(given) if given.isdecimal() else 0
 
 
 _M_ARENA_MAX = -8
+_most_arenas = ProcessSetting(_given_most_arenas, _set_most_arenas)
 
 
 @functools.cache

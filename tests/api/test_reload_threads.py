@@ -48,9 +48,12 @@ class Thread(threading.Thread):
 
 
 @pytest.fixture(autouse=True)
-def _no_trace_left() -> Iterator[None]:
+def _nothing_left() -> Iterator[None]:
     """Torch's marks of a trace are global; one that stays breaks every compiled model."""
+    threads = torch.get_num_threads()
     yield
+    assert torch.backends.mha.get_fastpath_enabled()
+    assert torch.get_num_threads() == threads
     assert not _symbolic_trace._is_fx_tracing_flag
     assert not torch.compiler.is_compiling()
 
