@@ -43,6 +43,11 @@ class Size:
         """As the table and the folder of the checkpoint call it."""
         return f"{self.blocks}x{self.k}"
 
+    @property
+    def largest_part(self) -> int:
+        """Bytes of the int8 codes of half an adaLN linear: its width is split in two."""
+        return WIDE // 2 * self.k
+
 
 FULL_SIZE = Size(blocks=1, k=2688)
 

@@ -17,8 +17,9 @@ from fxquant.checkpoint import (
 )
 from fxquant.errors import WeightMismatchError
 from fxquant.materialize.budget import READ_BYTES, Budgets, choose_schedule
+from fxquant.materialize.jobs import Schedule, Settings
 from fxquant.materialize.recipes import LoadGraph, Reads, result_vals
-from fxquant.materialize.schedule import Schedule, Scheduler, Settings
+from fxquant.materialize.schedule import Scheduler
 from fxquant.parameters import WeightGroup
 from fxquant.scheme import Form
 from fxquant.stored import RULE

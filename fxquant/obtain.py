@@ -23,8 +23,9 @@ from fxquant.errors import CheckpointFileError, ConfigError, FxquantError
 from fxquant.loading import add_recipe, schedule_for
 from fxquant.materialize.dummy import dummy_constants
 from fxquant.materialize.execute import Loaded, materialize
+from fxquant.materialize.jobs import Schedule
 from fxquant.materialize.recipes import LoadGraph
-from fxquant.materialize.schedule import Schedule, Scheduler
+from fxquant.materialize.schedule import Scheduler
 from fxquant.materialize.store import Constants
 from fxquant.planner import Planned
 from fxquant.stored import RULE

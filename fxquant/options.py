@@ -32,6 +32,8 @@ class Options(TypedDict, total=False):
     - ``wide``: layers that the NPU's limit of 65535 refuses: ``"auto"`` (as they are, else split),
       ``"split"``, ``"transpose"`` (keep ``[n, k]``; not verified on hardware), ``"host"`` (floats in
       main memory, copied for each call), ``"float"``.
+    - ``weight_format``: ``"nd"`` (default) or ``"nz"``: on an NPU, cast codes to FRACTAL_NZ while they are
+      loaded, where its matmul takes that; the plan tells where it does not. Not verified on hardware.
     - ``scheme``: ``"none"`` (floats as they are) or ``"int8"``. Required for a float checkpoint.
     - ``config``: ``{pattern: scheme}`` or a ``QuantConfig``; the first match wins.
     - ``ignore``: patterns of layers that stay float.
@@ -59,6 +61,7 @@ class Options(TypedDict, total=False):
     device: str | torch.device | None
     target: Target | str | None
     wide: str
+    weight_format: str
     scheme: str | None
     config: Mapping[str, str | None] | QuantConfig | None
     ignore: Iterable[str] | None
@@ -107,7 +110,13 @@ def make_request(
     if not set(disabled) <= set(passes.NAMES):
         raise ConfigError(f"disable_passes: {disabled}; the passes are {', '.join(passes.NAMES)}")
     backend = options.get("backend", "cpu")
-    target = choose_target(backend, options.get("target"), wide=options.get("wide", "auto"))
+    _check_choice("weight_format", options, ("nd", "nz"))
+    target = choose_target(
+        backend,
+        options.get("target"),
+        wide=options.get("wide", "auto"),
+        weight_format=options.get("weight_format", "nd"),
+    )
     place, absent = _place(backend, target, options.get("device"))
     if isinstance(checkpoint, ConstantsCheckpoint):
         config = stored_config(checkpoint, options)

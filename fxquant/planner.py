@@ -33,9 +33,10 @@ from fxquant.loading import (
 )
 from fxquant.materialize.execute import Loaded, materialize
 from fxquant.materialize.heap import give_back
+from fxquant.materialize.jobs import Schedule
 from fxquant.materialize.progress import Report
 from fxquant.materialize.recipes import LoadGraph
-from fxquant.materialize.schedule import Schedule, Scheduler
+from fxquant.materialize.schedule import Scheduler
 from fxquant.parameters import WeightGroup, owner_of, repair_buffers, weight_groups
 from fxquant.passes.choose_form import Decision, Use, choose_form, describe
 from fxquant.passes.weight_uses import weight_uses

@@ -92,15 +92,17 @@ class Form:
     Codes are ``[N, K]`` whatever the parameter's own layout: ``transposed`` says that the parameter is
     ``[K, N]`` (GPT-2's Conv1D). ``table`` says that the exact floats are kept beside the codes, for the
     look-ups of an embedding that shares them with a quantized head. ``kn``: codes lie in memory as
-    ``[K, N]``. ``parts_n`` and ``parts_k``: the sizes into which N and K are cut, each part a constant
-    of its own (empty: one part). ``HOST`` is the form of a float weight that stays in main memory and
-    is copied to the device for each call.
+    ``[K, N]``. ``nz``: on an NPU they are cast to FRACTAL_NZ, its blocked layout. ``parts_n`` and
+    ``parts_k``: the sizes into which N and K are cut, each part a constant of its own (empty: one
+    part). ``HOST`` is the form of a float weight that stays in main memory and is copied to the device
+    for each call.
     """
 
     scheme: str
     transposed: bool = False
     table: bool = False
     kn: bool = False
+    nz: bool = False
     parts_n: tuple[int, ...] = ()
     parts_k: tuple[int, ...] = ()
 
@@ -176,7 +178,7 @@ class Form:
             for axis, sizes in (("n", self.parts_n), ("k", self.parts_k))
             if sizes
         )
-        flags = f"{'.t' if self.transposed else ''}{'.kn' if self.kn else ''}"
+        flags = f"{'.t' if self.transposed else ''}{'.kn' if self.kn else ''}{'.nz' if self.nz else ''}"
         return f"{self.scheme}{flags}{parts}{'+table' if self.table else ''}"
 
     @staticmethod
@@ -192,6 +194,7 @@ class Form:
             transposed=bool(match["transposed"]),
             table=bool(match["table"]),
             kn=bool(match["kn"]),
+            nz=bool(match["nz"]),
             parts_n=_sizes(match["n"]),
             parts_k=_sizes(match["k"]),
         )
@@ -201,7 +204,8 @@ HOST_TEXT = "float@host"
 HOST = Form(scheme="none")
 
 _FORM = re.compile(
-    r"(?P<scheme>[a-z0-9_]+)(?P<transposed>\.t)?(?P<kn>\.kn)?(/n:(?P<n>[\d,]+))?(/k:(?P<k>[\d,]+))?(?P<table>\+table)?"
+    r"(?P<scheme>[a-z0-9_]+)(?P<transposed>\.t)?(?P<kn>\.kn)?(?P<nz>\.nz)?"
+    r"(/n:(?P<n>[\d,]+))?(/k:(?P<k>[\d,]+))?(?P<table>\+table)?"
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fxquant.checkpoint import ConstantsCheckpoint, KeyEntry, KeyMap, StoredWeight
@@ -94,7 +95,9 @@ def decide_stored(
             f"{checkpoint.location}: {group.fqn} is stored as {stored.form}, which {target.name} cannot run: "
             f"{reason}. Load the original checkpoint for this target"
         )
-    return Decision(form=stored.form, reason=_reason(stored, checkpoint), asked=True)
+    assert isinstance(layout, Layout)
+    form = replace(stored.form, nz=layout.nz and stored.form.kn)  # files hold no FRACTAL_NZ
+    return Decision(form=form, reason=_reason(stored, checkpoint), asked=True)
 
 
 def _misfit(form: Form, layout: Layout | Refusal) -> str:

@@ -42,10 +42,11 @@ class Limit:
 class Layout:
     """How the codes of a weight are to lie, why, and why not otherwise.
 
-    ``kn``, ``parts_n``, ``parts_k`` as in ``scheme.Form``. ``rejected``: alternatives and reasons.
+    ``kn``, ``nz``, ``parts_n``, ``parts_k`` as in ``scheme.Form``. ``rejected``: alternatives and reasons.
     """
 
     kn: bool = False
+    nz: bool = False
     parts_n: tuple[int, ...] = ()
     parts_k: tuple[int, ...] = ()
     host: bool = False

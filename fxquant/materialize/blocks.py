@@ -32,12 +32,11 @@ def uses_expandable_segments(device: str) -> bool:
 
 
 class Blocks:
-    """The bytes of blocks given out so far. Nothing is taken back: for tensors that stay."""
+    """The bytes of blocks given out so far; blocks that come back are not merged with others."""
 
     def __init__(self, device: str) -> None:
         self.padding = PADDING.get(device, 0)
         self.expandable = uses_expandable_segments(device)
-        self.allocated = 0
         self._free: dict[bool, list[int]] = {True: [], False: []}
 
     def take(self, size: int) -> int:
@@ -45,9 +44,12 @@ class Blocks:
         if not size:
             return 0
         wanted = max(1, -(-(size + self.padding) // ROUNDING)) * ROUNDING
-        block = wanted if self.expandable else self._block(wanted)
-        self.allocated += block
-        return block
+        return wanted if self.expandable else self._block(wanted)
+
+    def give_back(self, block: int) -> None:
+        """Take back a block that ``take`` gave."""
+        if block and not self.expandable:
+            bisect.insort(self._free[block <= SMALL], block)
 
     def _block(self, wanted: int) -> int:
         small = wanted <= SMALL

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from fxquant.errors import BudgetError
-from fxquant.materialize.schedule import Schedule, Scheduler, Settings
+from fxquant.materialize.jobs import Schedule, Settings
+from fxquant.materialize.schedule import Scheduler
 
 MIB = 1 << 20
 READ_BYTES = 2 << 20

@@ -51,6 +51,7 @@ def dummy_constants(
                     part.fill_(1)
                 else:
                     _repeat(floats, part)
+            store.done(recipe)
     return Loaded(
         constants=store.constants,
         peak=dict(account.peak),

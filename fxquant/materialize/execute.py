@@ -17,10 +17,11 @@ from torch import Tensor
 from fxquant.checkpoint import Checkpoint, FileCheckpoint, MappedCheckpoint, StreamCheckpoint
 from fxquant.errors import FxquantError
 from fxquant.materialize.heap import give_back, one_arena
+from fxquant.materialize.jobs import LOOKAHEAD, Batch, Job, Schedule
 from fxquant.materialize.meter import Account, LiveBytes, anonymous_bytes
+from fxquant.materialize.predict import thin
 from fxquant.materialize.progress import Progress, Report
 from fxquant.materialize.recipes import LoadGraph
-from fxquant.materialize.schedule import LOOKAHEAD, Batch, Job, Schedule, thin
 from fxquant.materialize.sources import (
     Worker,
     check_source,

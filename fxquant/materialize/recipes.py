@@ -52,6 +52,8 @@ class Recipe:
     """The form whose parts the template's codes go into; None: the results are the constants."""
     host: bool = False
     """The constants are in main memory, whatever the device."""
+    nz: int = 0
+    """The first constants, this many of them, are cast to FRACTAL_NZ once they are whole, on an NPU."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,6 +78,7 @@ class LoadGraph:
             keys=reads.keys,
             laid_out=form if parts else None,
             host=host,
+            nz=len(form.codes) if form is not None and form.nz else 0,
         )
         self.recipes.append(recipe)
         return recipe
@@ -83,7 +86,7 @@ class LoadGraph:
     def _find(self, fqn: str, reads: Reads, dtype: torch.dtype, form: Form | None) -> int:
         how = None if reads.convert is None else getattr(reads.convert, "template", reads.convert)
         simple = not reads.same
-        plain = replace(form, kn=False, parts_n=(), parts_k=()) if form is not None else None
+        plain = replace(form, kn=False, nz=False, parts_n=(), parts_k=()) if form is not None else None
         shape_key = (how, reads.stored, reads.dtypes, reads.shapes, dtype, plain)
         if simple and shape_key in self._by_shape:
             return self._by_shape[shape_key]

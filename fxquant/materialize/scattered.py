@@ -46,3 +46,12 @@ class Scattered:
         """Write a matrix of this shape."""
         for rows, columns, view in self.pieces:
             view.copy_(values[rows, columns])
+
+
+def in_parts(form: Form | None, results: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The constants of a weight of ``form`` from the results of its template, the codes first."""
+    if form is None:
+        return tuple(results)
+    codes, *others = results
+    parts = (codes[region] for region in form.regions(*codes.shape))
+    return (*(part.t() if form.kn else part for part in parts), *others)

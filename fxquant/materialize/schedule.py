@@ -2,86 +2,22 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
 from fxquant.checkpoint import TensorInfo
-from fxquant.materialize.blocks import Blocks
-from fxquant.materialize.recipes import LoadGraph, Recipe, laid_out_shapes, result_vals
-from fxquant.materialize.tiles import Tile, Tiling, whole_tile
+from fxquant.materialize.jobs import Batch, Job, Schedule, Settings
+from fxquant.materialize.predict import predict, thin
+from fxquant.materialize.recipes import LoadGraph, Recipe
+from fxquant.materialize.tiles import Tiling, whole_tile
 from fxquant.materialize.tiling import make_tiling
 from fxquant.timeline import Moment
 
 ALIGNMENT = 64
 PAGE_BYTES = 4096
-MAX_MOMENTS = 512
-LOOKAHEAD = 4
-"""How many batches, for each worker, may be begun before the oldest one is done."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One tile of one recipe."""
-
-    recipe: Recipe
-    tile: Tile
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """Jobs that one worker does after one read.
-
-    ``shared``: the jobs need the same tensors, each of which is read once for all of them.
-    ``buffer_bytes`` go through a buffer: the worker's, or one of the batch's ``own`` where it needs
-    more than tiles do. ``transient`` are bytes of values in between and of an own buffer.
-    """
-
-    jobs: tuple[Job, ...]
-    read_bytes: int
-    buffer_bytes: int
-    transient: int
-    shared: bool = False
-    own: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
-    """Batches in their order, and what each worker holds while it works on them."""
-
-    batches: tuple[Batch, ...]
-    workers: int
-    tile_bytes: int
-    buffer_bytes: int
-    scratch_bytes: int
-    order: str
-    reads: int
-    device: str = "cpu"
-    timeline: tuple[Moment, ...] = field(default=(), repr=False)
-
-    @property
-    def peak(self) -> dict[str, int]:
-        """Predicted peak by device type."""
-        peak: dict[str, int] = {self.device: 0}
-        for moment in self.timeline:
-            for device, size in moment.memory.items():
-                peak[device] = max(peak.get(device, 0), size)
-        return peak
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What a schedule is made for. ``in_memory``: the source's tensors are in memory anyway."""
-
-    workers: int
-    tile_bytes: int
-    order: str = "file"
-    device: str = "cpu"
-    in_memory: bool = False
 
 
 class Scheduler:
@@ -92,7 +28,6 @@ class Scheduler:
         self.place = {key: i for i, key in enumerate(infos)}
         self.where = {key: (info.file or "", info.offset or 0) for key, info in infos.items()}
         self.units = _units(graph)
-        self.resident = [sum(val.nbytes for val in result_vals(gm)) for gm in graph.templates]
         self._tilings: dict[tuple[int, int], Tiling] = {}
 
     def tiling(self, template: int, tile_bytes: int) -> Tiling:
@@ -120,6 +55,15 @@ class Scheduler:
             device=settings.device,
         )
         return replace(draft, timeline=thin(self._predict(draft, in_memory=settings.in_memory)))
+
+    def _predict(self, draft: Schedule, *, in_memory: bool) -> list[Moment]:
+        held = {}
+        for batch in draft.batches:
+            for job in batch.jobs:
+                if not in_memory and not batch.shared:
+                    tiling = self.tiling(job.recipe.template, draft.tile_bytes)
+                    held[job.recipe.fqn] = tiling.held_bytes
+        return predict(draft, self.graph, held)
 
     def _batches(self, settings: Settings) -> tuple[Batch, ...]:
         placed: list[tuple[tuple[int, int, int], Job | Batch]] = []
@@ -178,61 +122,6 @@ class Scheduler:
                     if (file, offset + part.start) != end:
                         yield
                     end = (file, offset + part.stop)
-
-    def _resident_on(self, recipe: Recipe, blocks: Blocks | None) -> int:
-        """Bytes that a weight's constants take; on a device, those of the allocator's blocks."""
-        if blocks is None:
-            return self.resident[recipe.template]
-        shapes = tuple((val.shape, val.dtype) for val in result_vals(self.graph.templates[recipe.template]))
-        if recipe.laid_out is not None:
-            shapes = laid_out_shapes(recipe.laid_out, shapes)
-        return sum(blocks.take(math.prod(shape) * dtype.itemsize) for shape, dtype in shapes)
-
-    def _predict(self, schedule: Schedule, *, in_memory: bool) -> list[Moment]:
-        """Memory after each batch has begun: constants so far, buffers, and values in flight."""
-        last = {job.recipe.fqn: i for i, batch in enumerate(schedule.batches) for job in batch.jobs}
-        blocks = None if schedule.device == "cpu" else Blocks(schedule.device)
-        if blocks is not None:  # the workers' own come first
-            for size in (schedule.buffer_bytes, schedule.scratch_bytes) * schedule.workers:
-                blocks.take(size)
-        seen: set[str] = set()
-        resident = on_host = held = done = 0
-        releases: dict[int, int] = {}
-        window: list[int] = []
-        moments = []
-        for i, batch in enumerate(schedule.batches):
-            held -= releases.pop(i, 0)
-            for job in batch.jobs:
-                recipe = job.recipe
-                if recipe.fqn not in seen:
-                    seen.add(recipe.fqn)
-                    if recipe.host:
-                        on_host += self.resident[recipe.template]
-                    else:
-                        resident += self._resident_on(recipe, blocks)
-                    if not in_memory and not batch.shared:
-                        size = self.tiling(recipe.template, schedule.tile_bytes).held_bytes
-                        held += size
-                        end = last[recipe.fqn] + schedule.workers * LOOKAHEAD
-                        releases[end] = releases.get(end, 0) + size
-            window = [*window[-schedule.workers * LOOKAHEAD :], batch.transient]
-            flight = sum(heapq.nlargest(schedule.workers, window))
-            done += batch.read_bytes
-            moments.append(
-                Moment(read_bytes=done, memory=_by_device(schedule, resident, on_host, held + flight))
-            )
-        if not moments:
-            return [Moment(read_bytes=0, memory={schedule.device: 0})]
-        return moments
-
-
-def _by_device(schedule: Schedule, resident: int, on_host: int, transient: int) -> dict[str, int]:
-    buffers = schedule.workers * schedule.buffer_bytes
-    scratch = schedule.workers * schedule.scratch_bytes
-    if schedule.device == "cpu":
-        return {"cpu": resident + on_host + transient + buffers + scratch}
-    # A tile lies in the buffer and, while it is worked on, on the device too.
-    return {schedule.device: resident + transient + buffers + scratch, "cpu": on_host + buffers}
 
 
 def _units(graph: LoadGraph) -> list[list[Recipe]]:
@@ -352,16 +241,6 @@ def _weight_of(item: Job | Batch) -> int:
     if isinstance(item, Batch):
         return item.buffer_bytes + item.transient
     return 0 if item.tile.direct is not None else item.tile.read_bytes + item.tile.transient
-
-
-def thin(moments: Sequence[Moment], limit: int = MAX_MOMENTS) -> tuple[Moment, ...]:
-    """At most about ``limit`` moments: of each stretch, the one with the most memory, and the last."""
-    if len(moments) <= limit:
-        return tuple(moments)
-    step = -(-len(moments) // limit)
-    groups = [moments[i : i + step] for i in range(0, len(moments), step)]
-    kept = [max(group, key=lambda moment: sum(moment.memory.values())) for group in groups]
-    return tuple(kept) if kept[-1] is moments[-1] else (*kept, moments[-1])
 
 
 def _aligned(size: int) -> int:

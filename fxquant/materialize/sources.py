@@ -12,9 +12,10 @@ from torch import Tensor
 from fxquant.checkpoint import Checkpoint, FileCheckpoint, Piece, bytes_of
 from fxquant.errors import WeightMismatchError
 from fxquant.graph import placeholders, value
+from fxquant.materialize.jobs import Batch, Job, Schedule
 from fxquant.materialize.meter import Account
 from fxquant.materialize.recipes import LoadGraph, Recipe
-from fxquant.materialize.schedule import ALIGNMENT, Batch, Job, Schedule
+from fxquant.materialize.schedule import ALIGNMENT
 from fxquant.materialize.store import Store
 from fxquant.materialize.tiles import ReadPart
 

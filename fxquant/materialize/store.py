@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxquant.fractal_nz import padded_bytes, to_nz, write_over
+from fxquant.materialize.jobs import Job
 from fxquant.materialize.meter import Account
 from fxquant.materialize.program import ABSMAX, Maxima
 from fxquant.materialize.recipes import LoadGraph, Recipe, laid_out_shapes, result_vals
 from fxquant.materialize.row_rules import WHOLE
 from fxquant.materialize.scattered import Scattered
-from fxquant.materialize.schedule import Job
 
 Constants = dict[str, tuple[Tensor, ...]]
 """FQN -> the constants of its weight, in the order of the recipe."""
@@ -61,11 +62,34 @@ class Store:
         if given is not None:
             found = [(part.shape, part.dtype) for part in given]
             assert found == list(shapes), f"{recipe.fqn}: {found} cannot take {shapes}"
-            return tuple(given)
+        cast = self.casts(recipe)
+        kept = () if given is None else given[cast:]
         device = self.device_of(recipe)
-        made = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes)
+        new = shapes if given is None else shapes[:cast]
+        made = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in new)
         self.account.add(device.type, sum(part.nbytes for part in made))
-        return made
+        return (*made, *kept)
+
+    def casts(self, recipe: Recipe) -> int:
+        """How many of the constants are cast to FRACTAL_NZ once they are whole."""
+        return recipe.nz if self.device.type == "npu" else 0
+
+    def _cast(self, recipe: Recipe) -> None:
+        """Cast one part after the other, so that only one of them lies there twice."""
+        given = self.into.get(recipe.fqn)
+        for i in range(self.casts(recipe)):
+            parts = list(self.constants[recipe.fqn])
+            size = parts[i].nbytes
+            padded = padded_bytes(parts[i].shape, parts[i].itemsize)
+            self.account.add("npu", padded)
+            if given is None:
+                parts[i] = to_nz(parts[i])
+            else:
+                write_over(given[i], parts[i])
+                parts[i] = given[i]
+                self.account.add("npu", -padded)
+            self.constants[recipe.fqn] = tuple(parts)
+            self.account.add("npu", -size)
 
     def _results(self, recipe: Recipe) -> Sequence[Any]:
         """The constants as the template's results: codes that lie in parts are one matrix again."""
@@ -113,8 +137,9 @@ class Store:
         return self._held.setdefault(recipe.fqn, {})
 
     def done(self, recipe: Recipe) -> None:
-        """Forget what the tiles of a weight shared."""
+        """A weight is whole: give its constants their final layout, forget what its tiles shared."""
         with self.lock:
+            self._cast(recipe)
             self._maxima.pop(recipe.fqn, None)
             held = self._held.pop(recipe.fqn, {})
             self.account.add("cpu", -sum(tensor.nbytes for tensor in held.values()))

@@ -18,8 +18,9 @@ from fxquant.checkpoint import StreamItem
 from fxquant.checkpoint.keymap_rules import transparent
 from fxquant.errors import BudgetError, MissingWeightError, TiedWeightError, WeightMismatchError
 from fxquant.graph import placeholders, value
-from fxquant.materialize.recipes import LoadGraph, Recipe
-from fxquant.materialize.schedule import Job, Schedule
+from fxquant.materialize.jobs import Job, Schedule
+from fxquant.materialize.recipes import LoadGraph, Recipe, result_vals
+from fxquant.materialize.scattered import in_parts
 from fxquant.materialize.store import Constants, Store
 from fxquant.materialize.tiles import ReadPart, whole_tile
 from fxquant.numerics import same_values
@@ -207,7 +208,7 @@ class Arrivals:
             arriving = [(self.keys[job.recipe.keys[part.index]], part) for part in job.tile.reads]
             if job.tile.direct is not None:
                 if arriving[0][0].complete:
-                    self.left[job.recipe.fqn].discard(number)
+                    self._mark(number, job)
                 continue
             waits = job.tile.phase and self.left[job.recipe.fqn] & self.first_pass[job.recipe.fqn]
             if waits or not all(found.has(part) for found, part in arriving):
@@ -218,7 +219,14 @@ class Arrivals:
             self.account.add("cpu", copied)
             yield job, [found.take(part) for found, part in arriving]
             self.account.add("cpu", -copied)
-            self.left[job.recipe.fqn].discard(number)
+            self._mark(number, job)
+
+    def _mark(self, number: int, job: Job) -> None:
+        """A job is done."""
+        left = self.left[job.recipe.fqn]
+        left.discard(number)
+        if not left:
+            self.store.done(job.recipe)
 
     def drop(self) -> None:
         """Let go of parts whose jobs have all run."""
@@ -264,10 +272,12 @@ class Arrivals:
 
 def check_again(graph: LoadGraph, recipe: Recipe, tensor: Tensor, constants: Constants) -> None:
     """Refuse other values for a weight that is made already."""
-    before = constants[recipe.fqn]
-    made = tuple(torch.empty_like(part) for part in before)
-    tile = whole_tile(graph.templates[recipe.template])
-    tile.program.run([tensor], dict(enumerate(made)), torch.empty(tile.scratch // 4))
+    template = graph.templates[recipe.template]
+    results = [torch.empty(val.shape, dtype=val.dtype) for val in result_vals(template)]
+    tile = whole_tile(template)
+    tile.program.run([tensor], dict(enumerate(results)), torch.empty(tile.scratch // 4))
+    made = in_parts(recipe.laid_out, results)
+    before = [part.cpu() for part in constants[recipe.fqn]]
     if not all(same_values(a, b) for a, b in zip(before, made, strict=True)):
         raise TiedWeightError(
             f"{recipe.fqn}: the model ties its names together, the stream brings different values for them"

@@ -91,6 +91,7 @@ def choose_form(
         transposed=transposed,
         table=tied,
         kn=layout.kn,
+        nz=layout.nz,
         parts_n=layout.parts_n,
         parts_k=layout.parts_k,
     )

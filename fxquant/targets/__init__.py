@@ -9,28 +9,32 @@ from fxquant.target import Target
 from fxquant.targets.cpu import cpu_target
 
 
-def _cpu(target: object = None, *, wide: str = "auto") -> Target:
+def _cpu(target: object = None, *, wide: str = "auto", weight_format: str = "nd") -> Target:
     if target is not None:
         raise ConfigError(f"`target` must be a fxquant.Target for backend 'cpu', got {target!r}")
     if wide != "auto":
         raise ConfigError(f"wide={wide!r}: the CPU has no limit on the width of a layer")
+    if weight_format != "nd":
+        raise ConfigError(f"weight_format={weight_format!r}: FRACTAL_NZ is a layout of the NPU")
     return cpu_target()
 
 
-def _npu(target: object = None, *, wide: str = "auto") -> Target:
+def _npu(target: object = None, *, wide: str = "auto", weight_format: str = "nd") -> Target:
     from fxquant.targets.npu import npu_target  # defines operators of the NPU
 
-    return npu_target(target, wide=wide)
+    return npu_target(target, wide=wide, weight_format=weight_format)
 
 
 BACKENDS: dict[str, Callable[..., Target]] = {"cpu": _cpu, "npu": _npu}
 """Target families that can be planned for."""
 
 
-def choose_target(backend: str, target: object = None, *, wide: str = "auto") -> Target:
-    """The table for ``backend``, or the ``target`` that overrides it; ``wide``: see ``Options``."""
+def choose_target(
+    backend: str, target: object = None, *, wide: str = "auto", weight_format: str = "nd"
+) -> Target:
+    """The table for ``backend``, or the ``target`` that overrides it; the others: see ``Options``."""
     if isinstance(target, Target):
         return target
     if backend not in BACKENDS:
         raise ConfigError(f"backend {backend!r} is not available; available: {', '.join(BACKENDS)}")
-    return BACKENDS[backend](target, wide=wide)
+    return BACKENDS[backend](target, wide=wide, weight_format=weight_format)

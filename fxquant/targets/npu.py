@@ -27,7 +27,7 @@ from fxquant.targets.npu_lowering import (
     lower_scaled_mm,
 )
 from fxquant.targets.npu_schemas import ensure_schemas, planning_for
-from fxquant.targets.npu_wide import MATMUL, POLICIES, Policy, WideDecision, decide
+from fxquant.targets.npu_wide import MATMUL, POLICIES, Policy, WideDecision, decide, in_nz
 
 aten = torch.ops.aten
 fxq = torch.ops.fxquant
@@ -36,7 +36,7 @@ ACT = "fxquant::quantize_act"
 MM = "fxquant::scaled_mm"
 
 
-def npu_target(target: object = None, *, wide: str = "auto") -> Target:
+def npu_target(target: object = None, *, wide: str = "auto", weight_format: str = "nd") -> Target:
     """The table of a chip: ``"Ascend910B2,cann=9.0"``, an ``NpuChip``, or None for this process's device."""
     if target is not None and not isinstance(target, (str, NpuChip)):
         raise ConfigError(
@@ -57,7 +57,7 @@ def npu_target(target: object = None, *, wide: str = "auto") -> Target:
             MM: Kernel(op=matmul, reason=why, eager="fxquant_npu::linear"),
         },
         limits=(),
-        arrange=functools.partial(arrange, chip=chip, policy=policy),
+        arrange=functools.partial(arrange, chip=chip, policy=policy, nz=weight_format == "nz"),
         lower=functools.partial(lower, chip=chip, policy=policy),
     )
 
@@ -71,18 +71,23 @@ def arrange(
     bias: torch.dtype | None = None,
     chip: NpuChip,
     policy: Policy,
+    nz: bool = False,
 ) -> Layout | Refusal:
-    """How the codes of a weight ``[n, k]`` lie on ``chip``."""
+    """How the codes of a weight ``[n, k]`` lie on ``chip``; ``nz``: in FRACTAL_NZ where that is taken."""
     decision = decide(n, k, chip=chip, policy=policy, dtype=compute_dtype(dtype), cuts=cuts, bias_dtype=bias)
+    if nz:
+        decision = in_nz(decision, chip, bias=bias is not None)
     if decision.kind == "host":
         return Layout(host=True, reason=f"host: {decision.reason}", rejected=decision.rejected)
     if not decision.quantized:
         return Refusal(reason=f"{decision.kind}: {decision.reason}")
     reasons = [] if decision.kind == "as is" else [f"{decision.kind}: {decision.reason}"]
+    reasons += [decision.format_reason] if decision.format_reason else []
     if dtype is torch.float32:
         reasons.append("computed in bfloat16, the NPU's quantized ops take no float32")
     return Layout(
         kn=decision.layout == "kn",
+        nz=decision.nz,
         parts_n=decision.parts_n if len(decision.parts_n) > 1 else (),
         parts_k=decision.parts_k if len(decision.parts_k) > 1 else (),
         reason="; ".join(reasons),

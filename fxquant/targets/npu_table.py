@@ -16,8 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-FRACTAL_NZ = 29
-"""``acl_format`` of FRACTAL_NZ; ND is 2."""
+from fxquant.fractal_nz import FRACTAL_NZ
 
 CODES: dict[int, str] = {
     1: "int8", 3: "int32", 4: "int64", 5: "float16", 6: "float32", 12: "qint8", 13: "quint8", 15: "bfloat16",

@@ -43,8 +43,10 @@ class WideDecision:
     ``layout``: how codes are kept, ``kn`` ``[k, n]`` contiguous, ``nk.t`` ``[n, k]`` passed as the
     ``.t()`` view, ``nk`` ``[n, k]`` passed as it is. ``sums``: dtype in which the parts of K are summed,
     None where K is whole. ``dtype``: of activations and results of the op. ``bias_dtype``: the dtype
-    that a bias is to be cast to at load time. ``follows_cuts``: parts of N are whole pieces of what the
-    graph cuts the output into, so that nothing needs to be concatenated.
+    that a bias is to be cast to at load time. ``nz``: codes are cast to FRACTAL_NZ at load time, with
+    ``format_reason`` or, where they are not although that was asked for, why. ``follows_cuts``: parts
+    of N are whole pieces of what the graph cuts the output into, so that nothing needs to be
+    concatenated.
     """
 
     kind: Kind
@@ -56,6 +58,8 @@ class WideDecision:
     sums: torch.dtype | None = None
     dtype: torch.dtype = torch.bfloat16
     bias_dtype: torch.dtype | None = None
+    nz: bool = False
+    format_reason: str = ""
     reason: str
     rejected: tuple[tuple[str, str], ...] = ()
     unverified: bool = True
@@ -240,6 +244,21 @@ def _bias_dtype(weight: _Weight, sums: torch.dtype | None) -> torch.dtype | None
     return torch.float32
 
 
+def in_nz(decision: WideDecision, chip: NpuChip, *, bias: bool) -> WideDecision:
+    """The decision with codes in FRACTAL_NZ if each of its calls takes that, else with the reason."""
+    if not decision.quantized:
+        return decision
+    if decision.op != MATMUL or decision.layout != "kn":
+        kept = f"{decision.op} of {decision.layout} codes"
+        return replace(decision, format_reason=f"not in FRACTAL_NZ: {kept} is known for ND alone")
+    cast = replace(decision, nz=True, format_reason="cast to FRACTAL_NZ")
+    for name, operands, attributes in calls(cast, bias=bias):
+        found = admits(name, operands, chip, **attributes)
+        if isinstance(found, Refusal):
+            return replace(decision, format_reason=f"not in FRACTAL_NZ: {found.reason}")
+    return cast
+
+
 def calls(decision: WideDecision, *, bias: bool) -> Iterator[Call]:
     """The op calls that ``decision`` stands for, one for each part; none where the weight is float."""
     if not decision.quantized:
@@ -258,7 +277,7 @@ def _call(decision: WideDecision, n: int, k: int, bias: bool) -> Call:
         x = Operand(shape=(None, k), dtype=decision.dtype)
         w = Operand(shape=(n, k), dtype=torch.int8)
         return DEQUANT, {"x": x, "quantized_weight": w, "weight_scale": scale, **added}, {}
-    layout = "t" if decision.layout == "nk.t" else "nd"
+    layout = "t" if decision.layout == "nk.t" else "nz" if decision.nz else "nd"
     operands = {
         "x1": Operand(shape=(None, k), dtype=torch.int8),
         "x2": Operand(shape=(k, n), dtype=torch.int8, layout=layout),

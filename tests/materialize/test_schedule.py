@@ -19,8 +19,9 @@ from torch import Tensor
 from fxquant.checkpoint import DictCheckpoint, FileCheckpoint, Piece
 from fxquant.checkpoint.files import Files
 from fxquant.materialize.execute import Load, Loaded, materialize
+from fxquant.materialize.jobs import Schedule, Settings
 from fxquant.materialize.recipes import LoadGraph
-from fxquant.materialize.schedule import Schedule, Scheduler, Settings
+from fxquant.materialize.schedule import Scheduler
 from fxquant.numerics import same_values
 
 SECONDS = 60

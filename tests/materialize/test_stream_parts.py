@@ -18,8 +18,9 @@ import fxquant
 from fxquant.checkpoint import StreamCheckpoint
 from fxquant.errors import ConfigError, MissingWeightError, TiedWeightError, WeightMismatchError
 from fxquant.materialize.execute import Loaded, materialize
+from fxquant.materialize.jobs import Settings
 from fxquant.materialize.recipes import LoadGraph
-from fxquant.materialize.schedule import Scheduler, Settings
+from fxquant.materialize.schedule import Scheduler
 from fxquant.numerics import same_values
 
 Part = tuple[str, Tensor, tuple[int, ...]]

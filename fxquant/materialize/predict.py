@@ -1,0 +1,109 @@
+"""The memory of a load over time, by liveness, before a byte is read."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+
+from fxquant.fractal_nz import padded_bytes
+from fxquant.materialize.blocks import Blocks
+from fxquant.materialize.jobs import LOOKAHEAD, Schedule
+from fxquant.materialize.recipes import LoadGraph, Recipe, laid_out_shapes, result_vals
+from fxquant.timeline import Moment
+
+MAX_MOMENTS = 512
+
+
+class _Resident:
+    """Bytes of the constants so far; on a device, those of the allocator's blocks."""
+
+    def __init__(self, graph: LoadGraph, schedule: Schedule) -> None:
+        self.graph = graph
+        self.blocks: Blocks | None = None
+        if schedule.device != "cpu":
+            self.blocks = Blocks(schedule.device)
+            for size in (schedule.buffer_bytes, schedule.scratch_bytes) * schedule.workers:
+                self.blocks.take(size)  # the workers' own come first
+        self.device = self.host = 0
+        self.largest_cast = 0
+        """Bytes of the largest part that was cast to FRACTAL_NZ: meanwhile it lies there twice."""
+        self._to_cast: dict[str, list[tuple[int, int]]] = {}
+
+    def begin(self, recipe: Recipe) -> None:
+        """The constants of a weight are allocated."""
+        shapes = tuple((val.shape, val.dtype) for val in result_vals(self.graph.templates[recipe.template]))
+        if recipe.laid_out is not None:
+            shapes = laid_out_shapes(recipe.laid_out, shapes)
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]
+        if recipe.host:
+            self.host += sum(sizes)
+            return
+        taken = sizes if self.blocks is None else [self.blocks.take(size) for size in sizes]
+        self.device += sum(taken)
+        if self.blocks is not None and recipe.nz:
+            padded = [padded_bytes(shape, dtype.itemsize) for shape, dtype in shapes[: recipe.nz]]
+            self._to_cast[recipe.fqn] = list(zip(taken, padded, strict=False))
+
+    def end(self, recipe: Recipe) -> None:
+        """A weight is whole; what is cast moves into a block of its own."""
+        if self.blocks is None:
+            return
+        for old, size in self._to_cast.pop(recipe.fqn, ()):
+            new = self.blocks.take(size)
+            self.blocks.give_back(old)
+            self.device += new - old
+            self.largest_cast = max(self.largest_cast, new)
+
+
+def predict(schedule: Schedule, graph: LoadGraph, held_bytes: Mapping[str, int]) -> list[Moment]:
+    """Memory after each batch has begun: constants so far, buffers, and values in flight.
+
+    ``held_bytes``: by FQN, bytes of reads that all tiles of a weight share.
+    """
+    last = {job.recipe.fqn: i for i, batch in enumerate(schedule.batches) for job in batch.jobs}
+    resident = _Resident(graph, schedule)
+    seen: set[str] = set()
+    held = done = 0
+    releases: dict[int, int] = {}
+    window: list[int] = []
+    moments = []
+    for i, batch in enumerate(schedule.batches):
+        held -= releases.pop(i, 0)
+        for job in batch.jobs:
+            fqn = job.recipe.fqn
+            if fqn not in seen:
+                seen.add(fqn)
+                resident.begin(job.recipe)
+                size = held_bytes.get(fqn, 0)
+                held += size
+                end = last[fqn] + schedule.workers * LOOKAHEAD
+                releases[end] = releases.get(end, 0) + size
+        window = [*window[-schedule.workers * LOOKAHEAD :], batch.transient]
+        flight = sum(heapq.nlargest(schedule.workers, window))
+        done += batch.read_bytes
+        for job in batch.jobs:
+            if last[job.recipe.fqn] == i:
+                resident.end(job.recipe)
+        moments.append(Moment(read_bytes=done, memory=_by_device(schedule, resident, held + flight)))
+    return moments or [Moment(read_bytes=0, memory={schedule.device: 0})]
+
+
+def _by_device(schedule: Schedule, resident: _Resident, transient: int) -> dict[str, int]:
+    buffers = schedule.workers * schedule.buffer_bytes
+    scratch = schedule.workers * schedule.scratch_bytes
+    total = resident.device + resident.largest_cast + transient + buffers + scratch
+    if schedule.device == "cpu":
+        return {"cpu": total + resident.host}
+    # A tile lies in the buffer and, while it is worked on, on the device too.
+    return {schedule.device: total, "cpu": resident.host + buffers}
+
+
+def thin(moments: Sequence[Moment], limit: int = MAX_MOMENTS) -> tuple[Moment, ...]:
+    """At most about ``limit`` moments: of each stretch, the one with the most memory, and the last."""
+    if len(moments) <= limit:
+        return tuple(moments)
+    step = -(-len(moments) // limit)
+    groups = [moments[i : i + step] for i in range(0, len(moments), step)]
+    kept = [max(group, key=lambda moment: sum(moment.memory.values())) for group in groups]
+    return tuple(kept) if kept[-1] is moments[-1] else (*kept, moments[-1])
