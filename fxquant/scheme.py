@@ -1,14 +1,14 @@
 """How a weight and its activation are represented: data, not code.
 
-A new scheme is one row of ``SCHEMES``; its numerics are one function in ``numerics.py`` and its
-lowering one entry per target.
+A new scheme is one row of ``SCHEMES``; its numerics are one function in ``numerics`` and its lowering
+one entry per target.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,29 +17,124 @@ from fxquant.errors import ConfigError
 FULL = 0
 """A block side that spans its whole axis."""
 
-_SPEC = re.compile(r"int(?P<bits>\d+)\[(?P<rows>\d+|\*),(?P<k>\d+|\*)\](?P<dynamic>dyn)?")
+REFINEMENTS = ("clip", "hqq")
+"""Ways to choose the scales of 4-bit weights without data: see ``numerics.refine``."""
+
+_SPEC = re.compile(
+    r"(?P<codes>int8|int4|e4m3|e2m1)\[(?P<rows>\d+|\*),(?P<k>\d+|\*)\](?P<scale>e8m0|e4m3)?(?P<zero>zp)?"
+    r"(?P<when>dyn|static)?(!(?P<refine>[a-z]+))?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CodeType:
+    """What codes are: ``top`` is the largest magnitude, ``bits`` their width, ``dtype`` how they are held.
+
+    Codes of 4 bits lie two to a byte along K, the even one in the low half.
+    """
+
+    top: float
+    bits: int
+    dtype: torch.dtype
+    is_float: bool = False
+
+
+CODES: Mapping[str, CodeType] = {
+    "int8": CodeType(127, 8, torch.int8),
+    "int4": CodeType(7, 4, torch.uint8),
+    "e4m3": CodeType(448, 8, torch.float8_e4m3fn, is_float=True),
+    "e2m1": CodeType(6, 4, torch.uint8, is_float=True),
+}
+"""``int8``: -127 to 127. ``int4``: -7 to 7 held as code + 8, or 0 to 15 with a zero point. ``e4m3`` and
+``e2m1``: floats of 8 and 4 bits (OCP), held as their bits."""
+
+SCALES: Mapping[str, torch.dtype] = {
+    "f32": torch.float32,
+    "e8m0": torch.float8_e8m0fnu,
+    "e4m3": torch.float8_e4m3fn,
+}
+"""Dtypes of scales. ``e8m0``: powers of two. ``e4m3``: in units of a float32 scale for the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantSpec:
-    """Symmetric integer codes with one float32 scale for each ``block`` of a ``[rows, K]`` tensor.
+    """Codes with a scale for each ``block`` of a ``[rows, K]`` tensor; blocks at the edges may be smaller.
 
-    ``block=(1, FULL)`` is per channel for a weight and per token for an activation. The canonical
-    text, ``str(spec)``, travels in op schemas: ``int8[1,*]``, ``int8[1,*]dyn``.
+    ``block=(1, FULL)`` is per channel for a weight and per token for an activation. ``zero``: a zero
+    point for each block beside the scale. ``dynamic``: of an activation whose scales are found at run
+    time; ``static``: whose scale is given. The canonical text, ``str(spec)``, travels in op schemas:
+    ``int8[1,*]``, ``int8[1,*]dyn``, ``int4[1,64]zp!hqq``, ``e4m3[1,32]e8m0dyn``.
     """
 
-    bits: int
+    codes: str = "int8"
     block: tuple[int, int]
+    scale: str = "f32"
+    zero: bool = False
     dynamic: bool = False
+    static: bool = False
+    refine: str = ""
 
     @property
-    def top(self) -> int:
-        """The largest code; the range is symmetric, so -128 is never produced."""
-        return int(2 ** (self.bits - 1)) - 1
+    def type(self) -> CodeType:
+        """What the codes are."""
+        return CODES[self.codes]
+
+    @property
+    def top(self) -> float:
+        """The largest magnitude of a code; the range is symmetric, so -128 is never produced."""
+        return self.type.top
+
+    @property
+    def packed(self) -> bool:
+        """Whether two codes lie in a byte."""
+        return self.type.bits == 4
+
+    @property
+    def per_row(self) -> bool:
+        """Whether it is symmetric, with one float32 scale for each row or one for all."""
+        return self.block in ((1, FULL), (FULL, FULL)) and self.scale == "f32" and not self.zero
+
+    @property
+    def two_level(self) -> bool:
+        """Whether scales of blocks are in units of a scale for the whole tensor."""
+        return self.scale == "e4m3"
+
+    def constants(self, n: int, k: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and shape of each constant of a weight ``[n, k]``, the codes first."""
+        grid = self.grid(n, k)
+        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            "codes": (self.type.dtype, (n, self.columns(k))),
+            "scale": (SCALES[self.scale], grid),
+        }
+        if self.zero:
+            found["zero"] = (torch.float32, grid)
+        if self.two_level:
+            found["global_scale"] = (torch.float32, (1, 1))
+        return found
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the constants of a weight, in order."""
+        return tuple(self.constants(1, 1))
+
+    def columns(self, k: int) -> int:
+        """Elements of a row of ``k`` codes as they are held."""
+        return -(-k // 2) if self.packed else k
+
+    def grid(self, n: int, k: int) -> tuple[int, int]:
+        """Shape of the scales of ``[n, k]``; an empty tensor still has one scale for each row."""
+        rows, columns = self.block
+        return (
+            min(n, 1) if rows == FULL else -(-n // rows),
+            1 if columns == FULL else max(1, -(-k // columns)),
+        )
 
     def __str__(self) -> str:
         rows, k = ("*" if side == FULL else str(side) for side in self.block)
-        return f"int{self.bits}[{rows},{k}]{'dyn' if self.dynamic else ''}"
+        scale = "" if self.scale == "f32" else self.scale
+        when = "dyn" if self.dynamic else "static" if self.static else ""
+        refine = f"!{self.refine}" if self.refine else ""
+        return f"{self.codes}[{rows},{k}]{scale}{'zp' if self.zero else ''}{when}{refine}"
 
     @staticmethod
     def parse(text: str) -> QuantSpec:
@@ -48,7 +143,18 @@ class QuantSpec:
         if match is None:
             raise ConfigError(f"{text!r} is not a quantization spec such as 'int8[1,*]'")
         rows, k = (FULL if match[side] == "*" else int(match[side]) for side in ("rows", "k"))
-        return QuantSpec(bits=int(match["bits"]), block=(rows, k), dynamic=bool(match["dynamic"]))
+        return QuantSpec(
+            codes=match["codes"],
+            block=(rows, k),
+            scale=match["scale"] or "f32",
+            zero=bool(match["zero"]),
+            dynamic=match["when"] == "dyn",
+            static=match["when"] == "static",
+            refine=match["refine"] or "",
+        )
+
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,162 +163,143 @@ class Scheme:
 
     name: str
     weight: QuantSpec | None
-    act: QuantSpec | None
-    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    act: QuantSpec | None = None
+    dtypes: tuple[torch.dtype, ...] = FLOATS
     note: str
 
+    @property
+    def op(self) -> str:
+        """The dialect op that multiplies with such a weight."""
+        if self.act is None or self.weight is None:
+            return "fxquant::weight_only_mm"
+        plain = self.weight.per_row and self.act.per_row
+        return "fxquant::scaled_mm" if plain else "fxquant::block_mm"
 
-_INT8_ROW = QuantSpec(bits=8, block=(1, FULL))
+    @property
+    def refinable(self) -> bool:
+        """Whether ``(refine=...)`` may follow the name."""
+        return self.weight is not None and self.weight.codes == "int4"
+
+
+def _spec(text: str) -> QuantSpec:
+    return QuantSpec.parse(text)
+
+
+def _int4(name: str, block: str) -> tuple[Scheme, Scheme]:
+    what = "channel" if block == "*" else f"group of {block} along K"
+    return (
+        Scheme(
+            name=f"int4_{name}", weight=_spec(f"int4[1,{block}]"), note=f"W4A16: -7 to 7, a scale per {what}"
+        ),
+        Scheme(
+            name=f"int4_{name}_asym",
+            weight=_spec(f"int4[1,{block}]zp"),
+            note=f"W4A16: 0 to 15, a scale and a zero point per {what}",
+        ),
+    )
+
 
 SCHEMES: dict[str, Scheme] = {
     scheme.name: scheme
     for scheme in (
-        Scheme(name="none", weight=None, act=None, note="weights as the model declares them"),
+        Scheme(name="none", weight=None, note="weights as the model declares them"),
         Scheme(
             name="int8",
-            weight=_INT8_ROW,
-            act=QuantSpec(bits=8, block=(1, FULL), dynamic=True),
+            weight=_spec("int8[1,*]"),
+            act=_spec("int8[1,*]dyn"),
             note="W8A8: symmetric int8, a scale per output channel and per token",
+        ),
+        Scheme(
+            name="int8_static",
+            weight=_spec("int8[1,*]"),
+            act=_spec("int8[*,*]static"),
+            note="W8A8: int8 per channel, one given scale for the activation of a layer",
+        ),
+        Scheme(
+            name="int8_weight_only",
+            weight=_spec("int8[1,*]"),
+            note="W8A16: symmetric int8, a scale per output channel",
+        ),
+        *_int4("g32", "32"),
+        *_int4("g64", "64"),
+        *_int4("g128", "128"),
+        *_int4("channel", "*"),
+        Scheme(
+            name="w4a8_g128",
+            weight=_spec("int4[1,128]"),
+            act=_spec("int8[1,*]dyn"),
+            note="W4A8: int4 with a scale per group of 128 along K, int8 per token",
+        ),
+        Scheme(
+            name="fp8",
+            weight=_spec("e4m3[1,*]"),
+            act=_spec("e4m3[1,*]dyn"),
+            note="W8A8: float8 e4m3, a scale per output channel and per token",
+        ),
+        Scheme(
+            name="fp8_tensor",
+            weight=_spec("e4m3[*,*]"),
+            act=_spec("e4m3[*,*]dyn"),
+            note="W8A8: float8 e4m3, one scale for the weight and one for the activation",
+        ),
+        Scheme(
+            name="fp8_block",
+            weight=_spec("e4m3[128,128]"),
+            act=_spec("e4m3[1,128]dyn"),
+            note="W8A8: float8 e4m3, a scale per 128 x 128 weights and per 128 features of a token",
+        ),
+        Scheme(
+            name="mxfp8",
+            weight=_spec("e4m3[1,32]e8m0"),
+            act=_spec("e4m3[1,32]e8m0dyn"),
+            note="W8A8: OCP MXFP8 (e4m3), a power of two per 32 along K",
+        ),
+        Scheme(
+            name="mxfp4",
+            weight=_spec("e2m1[1,32]e8m0"),
+            act=_spec("e2m1[1,32]e8m0dyn"),
+            note="W4A4: OCP MXFP4, a power of two per 32 along K",
+        ),
+        Scheme(
+            name="mxfp4_weight_only",
+            weight=_spec("e2m1[1,32]e8m0"),
+            note="W4A16: OCP MXFP4 weights, as gpt-oss has them",
+        ),
+        Scheme(
+            name="nvfp4",
+            weight=_spec("e2m1[1,16]e4m3"),
+            act=_spec("e2m1[1,16]e4m3dyn"),
+            note="W4A4: NVFP4, an e4m3 scale per 16 along K; a float32 one per weight and per token",
+        ),
+        Scheme(
+            name="nvfp4_weight_only",
+            weight=_spec("e2m1[1,16]e4m3"),
+            note="W4A16: NVFP4 weights, an e4m3 scale per 16 along K and a float32 one per weight",
         ),
     )
 }
 
+_REFINED = re.compile(r"(?P<name>[a-z0-9_]+)\(refine=(?P<how>[a-z]+)\)")
+
 
 def find_scheme(name: str) -> Scheme:
-    """The row of the table, or a ``ConfigError`` that lists what there is."""
-    if not isinstance(name, str) or name not in SCHEMES:
-        raise ConfigError(f"unknown scheme {name!r}; known: {', '.join(SCHEMES)}")
-    return SCHEMES[name]
+    """The row of the table, or a ``ConfigError`` that lists what there is.
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    """What stands in a parameter's place after loading, and how its uses are to be rewritten.
-
-    Codes are ``[N, K]`` whatever the parameter's own layout: ``transposed`` says that the parameter is
-    ``[K, N]`` (GPT-2's Conv1D). ``table`` says that the exact floats are kept beside the codes, for the
-    look-ups of an embedding that shares them with a quantized head. ``kn``: codes lie in memory as
-    ``[K, N]``. ``nz``: on an NPU they are cast to FRACTAL_NZ, its blocked layout. ``parts_n`` and
-    ``parts_k``: the sizes into which N and K are cut, each part a constant of its own (empty: one
-    part). ``HOST`` is the form of a float weight that stays in main memory and is copied to the device
-    for each call.
+    ``"int4_g64_asym(refine=hqq)"`` is the row ``int4_g64_asym`` with scales that are refined at load time.
     """
-
-    scheme: str
-    transposed: bool = False
-    table: bool = False
-    kn: bool = False
-    nz: bool = False
-    parts_n: tuple[int, ...] = ()
-    parts_k: tuple[int, ...] = ()
-
-    @property
-    def host(self) -> bool:
-        """Whether it is a float weight in main memory."""
-        return self.scheme == "none"
-
-    @property
-    def weight(self) -> QuantSpec:
-        """The spec of the codes."""
-        spec = find_scheme(self.scheme).weight
-        assert spec is not None
-        return spec
-
-    @property
-    def act(self) -> QuantSpec:
-        """The spec of the activation that the codes are multiplied with."""
-        spec = find_scheme(self.scheme).act
-        assert spec is not None
-        return spec
-
-    @property
-    def codes(self) -> tuple[str, ...]:
-        """Names of the constants that hold codes: parts of N, and in each the parts of K."""
-        if self.host:
-            return ()
-        count = max(len(self.parts_n), 1) * max(len(self.parts_k), 1)
-        return ("codes",) if count == 1 else tuple(f"codes_{i}" for i in range(count))
-
-    @property
-    def constants(self) -> tuple[str, ...]:
-        """Names of the constants, in order."""
-        if self.host:
-            return ("value",)
-        return (*self.codes, "scale", "table") if self.table else (*self.codes, "scale")
-
-    def regions(self, n: int, k: int) -> tuple[tuple[slice, slice], ...]:
-        """Rows and columns of the codes ``[N, K]`` that each part holds."""
-        rows, columns = _slices(self.parts_n or (n,)), _slices(self.parts_k or (k,))
-        return tuple((row, column) for row in rows for column in columns)
-
-    def part_shapes(self, n: int, k: int) -> tuple[tuple[int, int], ...]:
-        """Shapes of the constants that hold the codes ``[N, K]``."""
-        sizes = ((r.stop - r.start, c.stop - c.start) for r, c in self.regions(n, k))
-        return tuple(size[::-1] if self.kn else size for size in sizes)
-
-    def codes_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """N and K of a parameter of ``shape``."""
-        n, k = shape[::-1] if self.transposed else shape
-        return n, k
-
-    def shapes(
-        self, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Dtype and shape of each constant of a parameter of ``shape`` and ``dtype``."""
-        if self.host:
-            return {"value": (dtype, shape)}
-        n, k = self.codes_shape(shape)
-        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-        for name, size in zip(self.codes, self.part_shapes(n, k), strict=True):
-            found[name] = (torch.int8, size)
-        found["scale"] = (torch.float32, (n, 1))
-        if self.table:
-            found["table"] = (dtype, shape)
-        return found
-
-    def __str__(self) -> str:
-        if self.host:
-            return HOST_TEXT
-        parts = "".join(
-            f"/{axis}:{','.join(map(str, sizes))}"
-            for axis, sizes in (("n", self.parts_n), ("k", self.parts_k))
-            if sizes
+    if isinstance(name, str) and name in SCHEMES:
+        return SCHEMES[name]
+    refined = _REFINED.fullmatch(name) if isinstance(name, str) else None
+    if refined is None or refined["name"] not in SCHEMES:
+        raise ConfigError(f"unknown scheme {name!r}; known: {', '.join(SCHEMES)}")
+    scheme = SCHEMES[refined["name"]]
+    if not scheme.refinable or refined["how"] not in REFINEMENTS:
+        able = ", ".join(row.name for row in SCHEMES.values() if row.refinable)
+        raise ConfigError(
+            f"scheme {name!r}: refine is one of {', '.join(REFINEMENTS)}, for {able}"
         )
-        flags = f"{'.t' if self.transposed else ''}{'.kn' if self.kn else ''}{'.nz' if self.nz else ''}"
-        return f"{self.scheme}{flags}{parts}{'+table' if self.table else ''}"
-
-    @staticmethod
-    def parse(text: str) -> Form:
-        """The inverse of ``str``."""
-        if text == HOST_TEXT:
-            return HOST
-        match = _FORM.fullmatch(text)
-        if match is None:
-            raise ConfigError(f"{text!r} is not a form such as 'int8.t+table' or 'int8.kn/n:48384,48384'")
-        return Form(
-            scheme=find_scheme(match["scheme"]).name,
-            transposed=bool(match["transposed"]),
-            table=bool(match["table"]),
-            kn=bool(match["kn"]),
-            nz=bool(match["nz"]),
-            parts_n=_sizes(match["n"]),
-            parts_k=_sizes(match["k"]),
-        )
-
-
-HOST_TEXT = "float@host"
-HOST = Form(scheme="none")
-
-_FORM = re.compile(
-    r"(?P<scheme>[a-z0-9_]+)(?P<transposed>\.t)?(?P<kn>\.kn)?(?P<nz>\.nz)?"
-    r"(/n:(?P<n>[\d,]+))?(/k:(?P<k>[\d,]+))?(?P<table>\+table)?"
-)
-
-
-def _sizes(text: str | None) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(",") if part) if text else ()
-
-
-def _slices(sizes: tuple[int, ...]) -> list[slice]:
-    ends = list(itertools.accumulate(sizes))
-    return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    assert scheme.weight is not None
+    if refined["how"] == "hqq" and not scheme.weight.zero:
+        raise ConfigError(f"scheme {name!r}: hqq moves the zero point, so it takes the _asym forms")
+    weight = replace(scheme.weight, refine=refined["how"])
+    return replace(scheme, name=name, weight=weight, note=f"{scheme.note}; {refined['how']}")

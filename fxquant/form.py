@@ -1,0 +1,161 @@
+"""What stands in a parameter's place after loading: scheme, layout, parts."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import dataclass
+
+import torch
+
+from fxquant.errors import ConfigError
+from fxquant.scheme import QuantSpec, Scheme, find_scheme
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """What stands in a parameter's place after loading, and how its uses are to be rewritten.
+
+    Codes are ``[N, K]`` whatever the parameter's own layout: ``transposed`` says that the parameter is
+    ``[K, N]`` (GPT-2's Conv1D). ``table`` says that the exact floats are kept beside the codes, for the
+    look-ups of an embedding that shares them with a quantized head. ``kn``: codes lie in memory as
+    ``[K, N]``. ``nz``: on an NPU they are cast to FRACTAL_NZ, its blocked layout. ``parts_n`` and
+    ``parts_k``: the sizes into which N and K are cut, each part a constant of its own (empty: one
+    part). ``odd_k``: K is odd, and the last byte of packed codes holds one. ``HOST`` is the form of a
+    float weight that stays in main memory and is copied to the device for each call.
+    """
+
+    scheme: str
+    transposed: bool = False
+    table: bool = False
+    kn: bool = False
+    nz: bool = False
+    odd_k: bool = False
+    parts_n: tuple[int, ...] = ()
+    parts_k: tuple[int, ...] = ()
+
+    @property
+    def host(self) -> bool:
+        """Whether it is a float weight in main memory."""
+        return self.scheme == "none"
+
+    @property
+    def quantized_as(self) -> Scheme:
+        """The scheme, a row of the table."""
+        return find_scheme(self.scheme)
+
+    @property
+    def weight(self) -> QuantSpec:
+        """The spec of the codes."""
+        spec = find_scheme(self.scheme).weight
+        assert spec is not None
+        return spec
+
+    @property
+    def act(self) -> QuantSpec | None:
+        """The spec of the activation that the codes are multiplied with; None: floats."""
+        return find_scheme(self.scheme).act
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """Names of the constants that hold codes: parts of N, and in each the parts of K."""
+        if self.host:
+            return ()
+        count = max(len(self.parts_n), 1) * max(len(self.parts_k), 1)
+        return ("codes",) if count == 1 else tuple(f"codes_{i}" for i in range(count))
+
+    @property
+    def constants(self) -> tuple[str, ...]:
+        """Names of the constants, in order."""
+        if self.host:
+            return ("value",)
+        return (*self.codes, *self.beside, *(("table",) if self.table else ()))
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """Names of the constants beside the codes: scales, zero points, the scale of the activation."""
+        given = ("act_scale",) if self.act is not None and self.act.static else ()
+        return (*self.weight.names[1:], *given)
+
+    def regions(self, n: int, k: int) -> tuple[tuple[slice, slice], ...]:
+        """Rows and columns of the codes ``[N, K]`` that each part holds."""
+        rows, columns = _slices(self.parts_n or (n,)), _slices(self.parts_k or (k,))
+        return tuple((row, column) for row in rows for column in columns)
+
+    def part_shapes(self, n: int, k: int) -> tuple[tuple[int, int], ...]:
+        """Shapes of the constants that hold the codes ``[N, K]``."""
+        spec = self.weight
+        sizes = ((r.stop - r.start, spec.columns(c.stop - c.start)) for r, c in self.regions(n, k))
+        return tuple(size[::-1] if self.kn else size for size in sizes)
+
+    def codes_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """N and K of a parameter of ``shape``."""
+        n, k = shape[::-1] if self.transposed else shape
+        return n, k
+
+    def shapes(
+        self, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and shape of each constant of a parameter of ``shape`` and ``dtype``."""
+        if self.host:
+            return {"value": (dtype, shape)}
+        n, k = self.codes_shape(shape)
+        whole = self.weight.constants(n, k)
+        codes_dtype, _ = whole.pop("codes")
+        found = {name: (codes_dtype, size) for name, size in zip(self.codes, self.part_shapes(n, k), strict=True)}
+        known = {**whole, "act_scale": (torch.float32, (1,))}
+        return {
+            **found,
+            **{name: known[name] for name in self.beside},
+            **({"table": (dtype, shape)} if self.table else {}),
+        }
+
+    def __str__(self) -> str:
+        if self.host:
+            return HOST_TEXT
+        parts = "".join(
+            f"/{axis}:{','.join(map(str, sizes))}"
+            for axis, sizes in (("n", self.parts_n), ("k", self.parts_k))
+            if sizes
+        )
+        set_flags = {"t": self.transposed, "kn": self.kn, "nz": self.nz, "odd": self.odd_k}
+        flags = "".join(f".{flag}" for flag, is_set in set_flags.items() if is_set)
+        return f"{self.scheme}{flags}{parts}{'+table' if self.table else ''}"
+
+    @staticmethod
+    def parse(text: str) -> Form:
+        """The inverse of ``str``."""
+        if text == HOST_TEXT:
+            return HOST
+        match = _FORM.fullmatch(text)
+        if match is None:
+            raise ConfigError(f"{text!r} is not a form such as 'int8.t+table' or 'int8.kn/n:48384,48384'")
+        return Form(
+            scheme=find_scheme(match["scheme"]).name,
+            transposed=bool(match["transposed"]),
+            table=bool(match["table"]),
+            kn=bool(match["kn"]),
+            nz=bool(match["nz"]),
+            odd_k=bool(match["odd"]),
+            parts_n=_sizes(match["n"]),
+            parts_k=_sizes(match["k"]),
+        )
+
+
+HOST_TEXT = "float@host"
+HOST = Form(scheme="none")
+
+_FORM = re.compile(
+    r"(?P<scheme>[a-z0-9_]+(\(refine=[a-z]+\))?)"
+    r"(?P<transposed>\.t)?(?P<kn>\.kn)?(?P<nz>\.nz)?(?P<odd>\.odd)?"
+    r"(/n:(?P<n>[\d,]+))?(/k:(?P<k>[\d,]+))?(?P<table>\+table)?"
+)
+
+
+def _sizes(text: str | None) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(",") if part) if text else ()
+
+
+def _slices(sizes: tuple[int, ...]) -> list[slice]:
+    ends = list(itertools.accumulate(sizes))
+    return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
