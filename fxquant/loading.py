@@ -21,7 +21,7 @@ from fxquant.materialize.jobs import Schedule, Settings
 from fxquant.materialize.recipes import LoadGraph, Reads, result_vals
 from fxquant.materialize.schedule import Scheduler
 from fxquant.parameters import WeightGroup
-from fxquant.scheme import Form
+from fxquant.form import Form
 from fxquant.stored import RULE
 
 

@@ -6,7 +6,8 @@ has a gradient: quantized weights serve inference, and a backward pass through t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,10 +15,13 @@ from torch.fx.node import has_side_effect
 
 from fxquant import numerics
 from fxquant.errors import QuantizedWeightError, TiedWeightError
-from fxquant.scheme import QuantSpec
+from fxquant.scheme import FULL, QuantSpec
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that activations, weights and outputs may have."""
+
+CODE_DTYPES = (torch.int8, torch.float8_e4m3fn)
+"""Dtypes of codes that have one scale for a row."""
 
 
 def _require(ok: bool, text: str) -> None:
@@ -39,7 +43,11 @@ def no_gradient(op: torch._library.custom_ops.CustomOpDef) -> None:
 
 @torch.library.custom_op("fxquant::quantize_act", mutates_args=())
 def quantize_act(x: Tensor, spec: str) -> tuple[Tensor, Tensor]:
-    """Dynamic quantization of an activation ``[..., K]``: codes ``[..., K]``, scale ``[..., 1]``."""
+    """Dynamic quantization of an activation ``[..., K]``: codes ``[..., K]`` and their scale.
+
+    The scale is ``[..., 1]`` per token, ``[1, ..., 1]`` per tensor, ``[..., ceil(K / g)]`` for groups of
+    g along K. Codes of 4 bits lie two to a byte: ``[..., ceil(K / 2)]``.
+    """
     _check_quantize_act(x)
     return numerics.quantize_act(x, QuantSpec.parse(spec))
 
@@ -52,9 +60,40 @@ def _check_quantize_act(x: Tensor) -> None:
 @quantize_act.register_fake
 def _(x: Tensor, spec: str) -> tuple[Tensor, Tensor]:
     _check_quantize_act(x)
-    numerics.check_per_row(QuantSpec.parse(spec))
-    codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
-    return codes, torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+    parsed = QuantSpec.parse(spec)
+    k = x.shape[-1]
+    codes = torch.empty((*x.shape[:-1], parsed.columns(k)), dtype=parsed.type.dtype, device=x.device)
+    shape, dtype = act_scale_shape(x, parsed)
+    return codes, torch.empty(shape, dtype=dtype, device=x.device)
+
+
+def act_scale_shape(x: Tensor, spec: QuantSpec) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of the scale of an activation."""
+    dtype = torch.float8_e8m0fnu if spec.scale == "e8m0" else torch.float32
+    if spec.block[0] == FULL:
+        return (1,) * x.dim(), dtype
+    return (*x.shape[:-1], spec.grid(1, x.shape[-1])[1]), dtype
+
+
+@torch.library.custom_op("fxquant::quantize_act_static", mutates_args=())
+def quantize_act_static(x: Tensor, act_scale: Tensor, spec: str) -> Tensor:
+    """Codes ``[..., K]`` of an activation with a given scale, float32 ``[1]``."""
+    _check_static(x, act_scale)
+    return numerics.quantize_act_static(x, act_scale, QuantSpec.parse(spec))
+
+
+def _check_static(x: Tensor, act_scale: Tensor) -> None:
+    _check_quantize_act(x)
+    _require(
+        act_scale.dtype == torch.float32 and tuple(act_scale.shape) == (1,),
+        f"act_scale must be float32 [1], got {act_scale.dtype} {tuple(act_scale.shape)}",
+    )
+
+
+@quantize_act_static.register_fake
+def _(x: Tensor, act_scale: Tensor, spec: str) -> Tensor:
+    _check_static(x, act_scale)
+    return torch.empty(x.shape, dtype=QuantSpec.parse(spec).type.dtype, device=x.device)
 
 
 def check_scaled_mm(
@@ -62,15 +101,17 @@ def check_scaled_mm(
 ) -> None:
     """What every kernel that stands for ``scaled_mm`` demands of its operands."""
     n, k = w.shape if w.dim() == 2 else (-1, -1)
-    _require(w.dim() == 2 and w.dtype == torch.int8, f"w_codes must be int8 [N, K], got {w.dtype} {w.shape}")
+    _require(w.dim() == 2 and w.dtype in CODE_DTYPES, f"w_codes must be codes [N, K], got {w.dtype} {w.shape}")
     _require(
-        x.dim() >= 1 and x.dtype == torch.int8, f"x_codes must be int8 [..., K], got {x.dtype} {x.shape}"
+        x.dim() >= 1 and x.dtype == w.dtype, f"x_codes must be {w.dtype} [..., K], got {x.dtype} {x.shape}"
     )
     _require(x.shape[-1] == k, f"x_codes has K = {x.shape[-1]}, w_codes has K = {k}")
-    _require(k <= numerics.INT32_K, f"K = {k} overflows int32 sums (at most {numerics.INT32_K})")
+    if w.dtype == torch.int8:
+        _require(k <= numerics.INT32_K, f"K = {k} overflows int32 sums (at most {numerics.INT32_K})")
     _require(x_scale.dtype == torch.float32 and w_scale.dtype == torch.float32, "scales must be float32")
-    _require(tuple(x_scale.shape) == (*x.shape[:-1], 1), f"x_scale must be [..., 1], got {x_scale.shape}")
-    _require(tuple(w_scale.shape) == (n, 1), f"w_scale must be [{n}, 1], got {w_scale.shape}")
+    tokens, whole = (*x.shape[:-1], 1), (1,) * x.dim()
+    _require(tuple(x_scale.shape) in (tokens, whole), f"x_scale must be [..., 1], got {x_scale.shape}")
+    _require(tuple(w_scale.shape) in ((n, 1), (1, 1)), f"w_scale must be [{n}, 1], got {w_scale.shape}")
     _require(dtype in FLOATS, f"out_dtype must be one of {FLOATS}, got {dtype}")
     if bias is not None:
         _require(tuple(bias.shape) == (n,), f"bias must be [{n}], got {bias.shape}")
@@ -85,12 +126,12 @@ def scaled_mm_with(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """``scaled_mm`` through ``matmul(a_MK, b_NK) -> int32 [M, N]``, for any leading dimensions."""
+    """``scaled_mm`` through ``matmul(a_MK, b_NK) -> sums [M, N]``, for any leading dimensions."""
     check_scaled_mm(x, w, x_scale, w_scale, bias, dtype)
     n, k = w.shape
-    m = x_scale.numel()
+    m = math.prod(x.shape[:-1])
     sums = matmul(x.reshape(m, k), w)
-    out = numerics.apply_scales(sums, x_scale.reshape(m, 1), w_scale, bias, dtype)
+    out = numerics.apply_scales(sums, x_scale.reshape(-1, 1), w_scale, bias, dtype)
     return out.reshape(*x.shape[:-1], n)
 
 
@@ -119,20 +160,118 @@ def scaled_mm(
 ) -> Tensor:
     """``(x_codes @ w_codes.t()) * x_scale * w_scale + bias``: ``[..., K] x [N, K] -> [..., N]``.
 
-    Codes accumulate in int32, exactly; both scales and the bias are applied in float32 before the
-    cast to ``out_dtype``.
+    Int8 codes accumulate in int32, exactly, float8 codes in float32; both scales and the bias are
+    applied in float32 before the cast to ``out_dtype``. Scales: ``[..., 1]`` and ``[N, 1]``, or of one
+    element.
     """
-    return scaled_mm_with(numerics.int_matmul, x_codes, w_codes, x_scale, w_scale, bias, out_dtype)
+    return scaled_mm_with(numerics.scaled_sums, x_codes, w_codes, x_scale, w_scale, bias, out_dtype)
 
 
 scaled_mm.register_fake(fake_scaled_mm)
 
 
+@torch.library.custom_op("fxquant::block_mm", mutates_args=())
+def block_mm(
+    x_codes: Tensor,
+    x_scale: Tensor,
+    x_spec: str,
+    weight: Sequence[Tensor],
+    w_spec: str,
+    k: int,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The product of codes with scales for blocks along K: ``[..., K] x [N, K] -> [..., N]``.
+
+    ``weight``: the constants of a weight ``[N, k]`` of ``w_spec``, in their order; ``x_codes`` and
+    ``x_scale`` as ``quantize_act`` gives them for ``x_spec``. Integer codes accumulate exactly within a
+    block; scales and bias are applied in float32 before the cast to ``out_dtype``.
+    """
+    _check_block_mm(x_codes, x_spec, weight, w_spec, k, bias, out_dtype)
+    parsed = QuantSpec.parse(w_spec)
+    return numerics.block_mm(
+        x_codes, x_scale, QuantSpec.parse(x_spec), weight, parsed, k, bias, out_dtype
+    )
+
+
+def _check_block_mm(
+    x_codes: Tensor,
+    x_spec: str,
+    weight: Sequence[Tensor],
+    w_spec: str,
+    k: int,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> None:
+    columns = QuantSpec.parse(x_spec).columns(k)
+    _require(x_codes.shape[-1] == columns, f"x_codes has {x_codes.shape[-1]} columns, K = {k} has {columns}")
+    _check_constants(weight, QuantSpec.parse(w_spec), k)
+    _check_out(weight, bias, dtype)
+
+
+def _check_out(weight: Sequence[Tensor], bias: Tensor | None, dtype: torch.dtype) -> None:
+    _require(dtype in FLOATS, f"the result's dtype must be one of {FLOATS}, got {dtype}")
+    n = weight[0].shape[0]
+    if bias is not None:
+        _require(tuple(bias.shape) == (n,), f"bias must be [{n}], got {bias.shape}")
+
+
+def _check_constants(weight: Sequence[Tensor], spec: QuantSpec, k: int) -> None:
+    """The constants of a weight ``[N, k]`` have the dtypes and shapes of the spec."""
+    _require(len(weight) == len(spec.names), f"{spec} has {', '.join(spec.names)}, got {len(weight)} tensors")
+    _require(weight[0].dim() == 2, f"codes must be [N, K], got {weight[0].shape}")
+    n = weight[0].shape[0]
+    for (name, (dtype, shape)), part in zip(spec.constants(n, k).items(), weight, strict=True):
+        _require(
+            part.dtype == dtype and tuple(part.shape) == shape,
+            f"{name} of {spec} must be {dtype} {list(shape)}, got {part.dtype} {list(part.shape)}",
+        )
+
+
+@block_mm.register_fake
+def _(
+    x_codes: Tensor,
+    x_scale: Tensor,
+    x_spec: str,
+    weight: Sequence[Tensor],
+    w_spec: str,
+    k: int,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    _check_block_mm(x_codes, x_spec, weight, w_spec, k, bias, out_dtype)
+    shape = (*x_codes.shape[:-1], weight[0].shape[0])
+    return torch.empty(shape, dtype=out_dtype, device=x_codes.device)
+
+
+@torch.library.custom_op("fxquant::weight_only_mm", mutates_args=())
+def weight_only_mm(x: Tensor, weight: Sequence[Tensor], spec: str, bias: Tensor | None) -> Tensor:
+    """``F.linear`` of a float ``x [..., K]`` with the values that codes stand for, in x's dtype.
+
+    ``weight``: the constants of a weight ``[N, K]`` of ``spec``, in their order.
+    """
+    parsed = QuantSpec.parse(spec)
+    _check_weight_only(x, weight, parsed, bias)
+    return numerics.weight_only_mm(x, weight, parsed, x.shape[-1], bias)
+
+
+def _check_weight_only(x: Tensor, weight: Sequence[Tensor], spec: QuantSpec, bias: Tensor | None) -> None:
+    _require(x.dim() >= 1 and x.dtype in FLOATS, f"x must be one of {FLOATS} [..., K], got {x.dtype} {x.shape}")
+    _check_constants(weight, spec, x.shape[-1])
+    _check_out(weight, bias, x.dtype)
+
+
+@weight_only_mm.register_fake
+def _(x: Tensor, weight: Sequence[Tensor], spec: str, bias: Tensor | None) -> Tensor:
+    _check_weight_only(x, weight, QuantSpec.parse(spec), bias)
+    return torch.empty((*x.shape[:-1], weight[0].shape[0]), dtype=x.dtype, device=x.device)
+
+
 @torch.library.custom_op("fxquant::quantize_weight", mutates_args=())
-def quantize_weight(w: Tensor, spec: str) -> tuple[Tensor, Tensor]:
-    """Codes ``[N, K]`` of a float weight ``[N, K]`` and a scale for each block: ``[N, 1]`` per channel."""
+def quantize_weight(w: Tensor, spec: str) -> list[Tensor]:
+    """The constants of a float weight ``[N, K]``: codes, scale and what else ``spec`` names, in order."""
     _check_weight(w)
-    return numerics.quantize_weight(w, QuantSpec.parse(spec))
+    return list(numerics.quantize_weight(w, QuantSpec.parse(spec)))
 
 
 def _check_weight(w: Tensor) -> None:
@@ -141,33 +280,28 @@ def _check_weight(w: Tensor) -> None:
 
 
 @quantize_weight.register_fake
-def _(w: Tensor, spec: str) -> tuple[Tensor, Tensor]:
+def _(w: Tensor, spec: str) -> list[Tensor]:
     _check_weight(w)
-    parsed = QuantSpec.parse(spec)
-    numerics.check_weight_spec(parsed)
-    codes = torch.empty(w.shape, dtype=torch.int8, device=w.device)
-    shape = numerics.scale_shape((w.shape[0], w.shape[1]), parsed)
-    return codes, torch.empty(shape, dtype=torch.float32, device=w.device)
+    sizes = QuantSpec.parse(spec).constants(w.shape[0], w.shape[1]).values()
+    return [torch.empty(shape, dtype=dtype, device=w.device) for dtype, shape in sizes]
 
 
 @torch.library.custom_op("fxquant::dequantize_weight", mutates_args=())
-def dequantize_weight(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The float values ``[N, K]`` that codes ``[N, K]`` and scale ``[N, 1]`` stand for."""
-    _check_dequantize(codes, scale, dtype)
-    return numerics.dequantize_weight(codes, scale, dtype)
+def dequantize_weight(weight: Sequence[Tensor], spec: str, k: int, dtype: torch.dtype) -> Tensor:
+    """The float values ``[N, k]`` that the constants of a weight of ``spec`` stand for."""
+    _check_dequantize(weight, spec, k, dtype)
+    return numerics.dequantize_weight(weight, QuantSpec.parse(spec), k, dtype)
 
 
-def _check_dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
-    _require(codes.dim() == 2 and codes.dtype == torch.int8, f"codes must be int8 [N, K], got {codes.shape}")
-    _require(tuple(scale.shape) == (codes.shape[0], 1), f"scale must be [N, 1], got {scale.shape}")
-    _require(scale.dtype == torch.float32, f"scale must be float32, got {scale.dtype}")
+def _check_dequantize(weight: Sequence[Tensor], spec: str, k: int, dtype: torch.dtype) -> None:
+    _check_constants(weight, QuantSpec.parse(spec), k)
     _require(dtype in FLOATS, f"dtype must be one of {FLOATS}, got {dtype}")
 
 
 @dequantize_weight.register_fake
-def _(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    _check_dequantize(codes, scale, dtype)
-    return torch.empty(codes.shape, dtype=dtype, device=codes.device)
+def _(weight: Sequence[Tensor], spec: str, k: int, dtype: torch.dtype) -> Tensor:
+    _check_dequantize(weight, spec, k, dtype)
+    return torch.empty((weight[0].shape[0], k), dtype=dtype, device=weight[0].device)
 
 
 @torch.library.custom_op("fxquant::fetch", mutates_args=())
@@ -203,5 +337,14 @@ def _(value: Tensor, other: Tensor, what: str) -> None:
 
 has_side_effect(torch.ops.fxquant.check_same.default)
 
-for _op in (quantize_act, scaled_mm, quantize_weight, dequantize_weight, fetch):
+for _op in (
+    quantize_act,
+    quantize_act_static,
+    scaled_mm,
+    block_mm,
+    weight_only_mm,
+    quantize_weight,
+    dequantize_weight,
+    fetch,
+):
     no_gradient(_op)

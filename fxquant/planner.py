@@ -41,7 +41,7 @@ from fxquant.parameters import WeightGroup, owner_of, repair_buffers, weight_gro
 from fxquant.passes.choose_form import Decision, Use, choose_form, describe
 from fxquant.passes.weight_uses import weight_uses
 from fxquant.plan import Plan, Stored, WeightPlan
-from fxquant.scheme import Form
+from fxquant.form import Form
 from fxquant.stored import decide_stored, find_stored, match_stored
 from fxquant.target import Target
 

@@ -99,6 +99,11 @@ class QuantSpec:
         """Whether scales of blocks are in units of a scale for the whole tensor."""
         return self.scale == "e4m3"
 
+    @property
+    def plain(self) -> QuantSpec:
+        """What matters once codes exist: how scales were chosen does not."""
+        return replace(self, refine="")
+
     def constants(self, n: int, k: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Dtype and shape of each constant of a weight ``[n, k]``, the codes first."""
         grid = self.grid(n, k)

@@ -16,7 +16,7 @@ from fxquant.errors import (
 )
 from fxquant.parameters import WeightGroup
 from fxquant.passes.choose_form import Decision
-from fxquant.scheme import Form
+from fxquant.form import Form
 from fxquant.target import Layout, Refusal, Target
 
 RULE = "stored constants"

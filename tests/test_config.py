@@ -12,7 +12,8 @@ from torch import nn
 import fxquant
 from fxquant.config import QuantConfig, make_config, name_matches
 from fxquant.errors import ConfigError
-from fxquant.scheme import SCHEMES, Form, find_scheme
+from fxquant.form import Form
+from fxquant.scheme import SCHEMES, find_scheme
 
 MATCHES = {
     # an exact FQN, the name of the module that owns it, a prefix of components

@@ -18,7 +18,7 @@ from fxquant.errors import ConfigError, GraphCheckError
 from fxquant.graph import call, count_calls, dump, placeholders
 from fxquant.pass_manager import PassResult, check, pass_name, run_passes
 from fxquant.passes import rewrite
-from fxquant.scheme import Form
+from fxquant.form import Form
 from fxquant.target import Kernel, Target
 
 aten = torch.ops.aten

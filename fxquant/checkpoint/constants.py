@@ -36,7 +36,8 @@ from fxquant.checkpoint.header import DTYPES, Header, load_json, short
 from fxquant.checkpoint.locate import Layout, read_small
 from fxquant.checkpoint.safetensors import FileCheckpoint, Piece
 from fxquant.errors import CheckpointFileError, ConfigError
-from fxquant.scheme import FULL, Form, find_scheme
+from fxquant.form import Form
+from fxquant.scheme import FULL, find_scheme
 
 MANIFEST = "fxquant.json"
 FORMAT = "fxquant-constants"

@@ -39,7 +39,7 @@ from fxquant.checkpoint.files import OS_FILES, Files
 from fxquant.checkpoint.header import DTYPES, MAX_HEADER_BYTES, load_json, short
 from fxquant.checkpoint.safetensors import bytes_of
 from fxquant.errors import CheckpointFileError, ConfigError
-from fxquant.scheme import Form
+from fxquant.form import Form
 
 SHARD_BYTES = 4 * 2**30
 """The most that a file holds, unless a single tensor is larger."""

@@ -18,7 +18,7 @@ from fxquant import ops as _ops  # noqa: F401 - registers the dialect
 from fxquant.capture import make_fake_mode
 from fxquant.graph import dump, placeholders, value
 from fxquant.materialize.tiles import writes
-from fxquant.scheme import Form
+from fxquant.form import Form
 
 fxq = torch.ops.fxquant
 

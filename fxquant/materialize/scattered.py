@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fxquant.scheme import Form
+from fxquant.form import Form
 
 
 class Scattered:

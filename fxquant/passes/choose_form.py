@@ -17,7 +17,7 @@ from fxquant.config import Choice
 from fxquant.graph import target_name, value
 from fxquant.output_cuts import cuts_of
 from fxquant.passes.weight_uses import LinearUse, OtherUse, matmul_operands
-from fxquant.scheme import HOST, Form
+from fxquant.form import HOST, Form
 from fxquant.target import Layout, Refusal, Target
 
 

@@ -1,9 +1,9 @@
 """Replaces quantized parameters by their constants.
 
 Before: ``w : bfloat16[N, K]``, a placeholder.
-After: ``w_codes : int8[N, K]``, ``w_scale : float32[N, 1]`` and
-``dequantize_weight(w_codes, w_scale, bfloat16)``, so that every use sees the float values that the
-codes stand for; uses that can take codes are rewritten later. A ``[K, N]`` parameter gets a ``t``.
+After: ``w_codes : int8[N, K]``, ``w_scale : float32[N, 1]`` (and what else the scheme has) and
+``dequantize_weight([w_codes, w_scale], spec, K, bfloat16)``, so that every use sees the float values that
+the codes stand for; uses that can take codes are rewritten later. A ``[K, N]`` parameter gets a ``t``.
 Codes in parts, or laid out as ``[K, N]``, are put together by ``cat`` and ``t``, which a target that
 asked for them takes apart again.
 The new placeholders carry the ``Form`` in ``meta["form"]``, which tells later passes the scheme.
@@ -22,7 +22,7 @@ from fxquant.errors import QuantizedWeightError
 from fxquant.graph import call, fake_mode_of, inserting_before, placeholders, value
 from fxquant.ops import dequantize_weight as _  # noqa: F401 - registers the dialect
 from fxquant.passes.weight_uses import OtherUse, weight_uses
-from fxquant.scheme import Form
+from fxquant.form import Form
 
 aten = torch.ops.aten
 
@@ -79,7 +79,12 @@ def _expand(gm: fx.GraphModule, node: fx.Node, form: Form) -> None:
         return
     with gm.graph.inserting_before(last.next):
         codes = _whole_codes(gm, [parts[name] for name in form.codes], form)
-        anchor = call(gm, torch.ops.fxquant.dequantize_weight.default, (codes, parts["scale"], val.dtype))
+        constants = [codes, *(parts[name] for name in form.weight.names[1:])]
+        k = form.codes_shape(tuple(val.shape))[1]
+        args = (constants, str(form.weight.plain), k, val.dtype)
+        anchor = call(gm, torch.ops.fxquant.dequantize_weight.default, args)
+        anchor.meta["form"] = form
+        anchor.meta["act_scale"] = parts.get("act_scale")
     floats = anchor
     if form.transposed:
         with gm.graph.inserting_after(anchor):

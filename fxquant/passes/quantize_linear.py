@@ -1,19 +1,25 @@
-"""Rewrites matmuls with a quantized weight to integer ones.
+"""Rewrites matmuls with a quantized weight to ops on its codes.
 
-Before: ``linear(x : bfloat16[..., K], dequantize_weight(codes, scale), bias)``, also through casts,
+Before: ``linear(x : bfloat16[..., K], dequantize_weight([codes, scale], ...), bias)``, also through casts,
 transposes and cuts of the weight, and as ``matmul``, ``mm`` or ``addmm``.
-After: ``scaled_mm(x_codes, codes, x_scale, scale, bias, bfloat16)`` with
-``x_codes, x_scale = quantize_act(x)``; cuts of the weight become cuts of codes and scale.
+After, by scheme: ``scaled_mm(x_codes, codes, x_scale, scale, bias, bfloat16)`` with
+``x_codes, x_scale = quantize_act(x)``, ``block_mm`` where scales are for blocks along K, or
+``weight_only_mm(x, [codes, scale], spec, bias)``; cuts of the weight become cuts of its constants. A cut
+that does not fall on the borders of blocks leaves the use as it is, in floats.
 """
 
 from __future__ import annotations
+
+from typing import cast
 
 import torch
 from torch import fx
 
 from fxquant import ops as _ops  # noqa: F401 - registers the dialect
+from fxquant.form import Form
 from fxquant.graph import call, inserting_before, items, value
 from fxquant.passes.weight_uses import Cut, LinearUse, matmul_operands, weight_uses
+from fxquant.scheme import FULL, QuantSpec
 
 aten = torch.ops.aten
 fxq = torch.ops.fxquant
@@ -23,30 +29,80 @@ def quantize_linear(gm: fx.GraphModule) -> int:
     """Rewrite every linear use of every expanded weight; the number of them."""
     count = 0
     for source in gm.graph.find_nodes(op="call_function", target=fxq.dequantize_weight.default):
-        act_spec = str(source.args[0].meta["form"].act)
+        form: Form = source.meta["form"]
+        shape = cast("tuple[int, int]", tuple(value(source).shape))
         for use in weight_uses(source):
-            if isinstance(use, LinearUse) and use.k_axis == 1:
-                _rewrite(gm, use, source, act_spec)
+            if isinstance(use, LinearUse) and use.k_axis == 1 and can_cut(form.weight, shape, use.cuts):
+                _rewrite(gm, use, source, form)
                 count += 1
     return count
 
 
-def _rewrite(gm: fx.GraphModule, use: LinearUse, source: fx.Node, act_spec: str) -> None:
+def _rewrite(gm: fx.GraphModule, use: LinearUse, source: fx.Node, form: Form) -> None:
     node = use.node
     operands = matmul_operands(node)
     assert operands is not None
     x, _, bias, _ = operands
     with inserting_before(gm, node):
-        codes, scale = source.args[0], source.args[1]
+        constants = dict(zip(form.weight.names, cast("list[fx.Node]", source.args[0]), strict=True))
         for cut in use.cuts:
-            codes = _cut(gm, codes, cut)
-            scale = _cut(gm, scale, cut) if cut.axis == 0 else scale
-        x_codes, x_scale = items(gm, call(gm, fxq.quantize_act.default, (x, act_spec)))
-        args = (x_codes, codes, x_scale, scale, bias, value(node).dtype)
-        new = call(gm, fxq.scaled_mm.default, args)
+            constants = {name: _cut(gm, name, part, form.weight, cut) for name, part in constants.items()}
+        new = _product(gm, x, bias, list(constants.values()), source, form, value(node).dtype)
     node.replace_all_uses_with(new)
     gm.graph.erase_node(node)
 
 
-def _cut(gm: fx.GraphModule, node: object, cut: Cut) -> fx.Node:
-    return call(gm, aten.slice.Tensor, (node, cut.axis, cut.start, cut.stop, cut.step))  # type: ignore[arg-type]
+def _product(
+    gm: fx.GraphModule,
+    x: fx.Node,
+    bias: fx.Node | None,
+    weight: list[fx.Node],
+    source: fx.Node,
+    form: Form,
+    dtype: torch.dtype,
+) -> fx.Node:
+    """``x`` times the weight that the constants hold."""
+    scheme, spec = form.quantized_as, str(form.weight.plain)
+    if scheme.act is None:
+        out = call(gm, fxq.weight_only_mm.default, (x, weight, spec, bias))
+        return out if value(out).dtype == dtype else call(gm, aten.to.dtype, (out, dtype))
+    if scheme.act.static:
+        given = cast("fx.Node", source.meta["act_scale"])
+        x_codes = call(gm, fxq.quantize_act_static.default, (x, given, str(scheme.act)))
+        x_scale = call(gm, aten.view.default, (given, [1] * value(x).dim()))
+    else:
+        x_codes, x_scale = items(gm, call(gm, fxq.quantize_act.default, (x, str(scheme.act))))
+    if scheme.op == "fxquant::scaled_mm":
+        return call(gm, fxq.scaled_mm.default, (x_codes, weight[0], x_scale, weight[1], bias, dtype))
+    k = value(x).shape[-1]
+    args = (x_codes, x_scale, str(scheme.act), weight, spec, int(k), bias, dtype)
+    return call(gm, fxq.block_mm.default, args)
+
+
+def can_cut(spec: QuantSpec, shape: tuple[int, int], cuts: tuple[Cut, ...]) -> bool:
+    """Whether the constants of a weight ``[N, K]`` of ``shape`` can be cut so."""
+    sizes = list(shape)
+    for cut in cuts:
+        side, size = spec.block[cut.axis], sizes[cut.axis]
+        grain = 1 if side == FULL else side
+        if cut.axis == 1 and spec.packed:
+            grain = grain if grain % 2 == 0 else 2 * grain
+        whole = cut.start % grain == 0 and (cut.stop % grain == 0 or cut.stop == size)
+        if grain > 1 and not (whole and cut.step == 1):
+            return False
+        sizes[cut.axis] = len(range(cut.start, cut.stop, cut.step))
+    return True
+
+
+def _cut(gm: fx.GraphModule, name: str, part: fx.Node, spec: QuantSpec, cut: Cut) -> fx.Node:
+    """The part of a constant that belongs to a cut of the weight."""
+    if name == "codes":
+        step = 2 if cut.axis == 1 and spec.packed else 1
+    elif name == "global_scale" or spec.block[cut.axis] == FULL:
+        return part
+    else:
+        step = spec.block[cut.axis]
+    start, stop = cut.start // step, -(-cut.stop // step)
+    if (start, stop, cut.step) == (0, value(part).shape[cut.axis], 1):
+        return part
+    return call(gm, aten.slice.Tensor, (part, cut.axis, start, stop, cut.step))

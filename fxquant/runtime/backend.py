@@ -20,7 +20,7 @@ from fxquant.pass_manager import trace
 from fxquant.passes import rewrite
 from fxquant.runtime.quantized_weight import QuantizedWeight
 from fxquant.runtime.state import RunState
-from fxquant.scheme import Form
+from fxquant.form import Form
 from fxquant.target import Target
 from fxquant.targets import BACKENDS, choose_target
 

@@ -12,7 +12,7 @@ from fxquant.errors import ConfigError, QuantizedWeightError
 from fxquant.parameters import WeightGroup, owner_of, weight_groups
 from fxquant.runtime.quantized_weight import QuantizedWeight
 from fxquant.runtime.shell import Shell
-from fxquant.scheme import Form
+from fxquant.form import Form
 
 Held = dict[str, tuple[WeightGroup, Form | None, tuple[Tensor, ...]]]
 

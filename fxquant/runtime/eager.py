@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fxquant.passes.lower_to_target import resolve
-from fxquant.scheme import Form
+from fxquant.form import Form
 from fxquant.targets import BACKENDS
 
 

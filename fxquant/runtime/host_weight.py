@@ -11,7 +11,7 @@ from typing_extensions import Self
 from fxquant import ops as _ops  # noqa: F401 - registers the dialect
 from fxquant.runtime.quantized_weight import QuantizedWeight
 from fxquant.runtime.state import RunState
-from fxquant.scheme import HOST
+from fxquant.form import HOST
 
 
 class HostWeight(QuantizedWeight):

@@ -27,7 +27,7 @@ from fxquant.runtime.backend import Compiled, compile_graph, log, plain_fakes
 from fxquant.runtime.quantized_weight import QuantizedWeight, quantize_values
 from fxquant.runtime.shell import put_tensor
 from fxquant.runtime.state import RunState
-from fxquant.scheme import Form
+from fxquant.form import Form
 from fxquant.target import Target
 from fxquant.targets import choose_target
 

@@ -24,7 +24,7 @@ from fxquant.errors import QuantizedWeightError
 from fxquant.runtime.eager import quantized_linear, whole_codes
 from fxquant.runtime.read_only import check_not_written, frozen
 from fxquant.runtime.state import RunState
-from fxquant.scheme import Form
+from fxquant.form import Form
 
 aten = torch.ops.aten
 

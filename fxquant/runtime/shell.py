@@ -24,7 +24,7 @@ from fxquant.runtime.gate import Gate
 from fxquant.runtime.host_weight import HostWeight
 from fxquant.runtime.quantized_weight import QuantizedWeight, keep_out_of_dynamo
 from fxquant.runtime.state import RunState
-from fxquant.scheme import Form
+from fxquant.form import Form
 from fxquant.target import Target
 
 RECOMPILE_LIMIT = 32

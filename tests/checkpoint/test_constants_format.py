@@ -32,7 +32,7 @@ from fxquant.checkpoint.digests import DIGEST_BYTES, digest_piece, digests_of
 from fxquant.checkpoint.safetensors import Piece, bytes_of
 from fxquant.checkpoint.writer import DATA_ALIGNMENT, WeightConstants, write_constants
 from fxquant.errors import CheckpointFileError, ConfigError
-from fxquant.scheme import HOST, Form
+from fxquant.form import HOST, Form
 
 ONE = "constants-00001-of-00001.safetensors"
 INT8 = Form(scheme="int8")

@@ -20,7 +20,7 @@ from fxquant.materialize.row_rules import WHOLE
 from fxquant.materialize.tiles import ReadPart, Tile, Tiling
 from fxquant.materialize.tiling import make_tiling
 from fxquant.numerics import same_values
-from fxquant.scheme import Form
+from fxquant.form import Form
 
 Convert = Callable[..., Tensor]
 INT8, INT8_T = Form(scheme="int8"), Form(scheme="int8", transposed=True)

@@ -139,7 +139,7 @@ from fxquant.checkpoint import MappedCheckpoint
 from fxquant.materialize.execute import materialize
 from fxquant.materialize.recipes import LoadGraph, Reads
 from fxquant.materialize.schedule import Scheduler, Settings
-from fxquant.scheme import Form
+from fxquant.form import Form
 
 def pages():
     status = dict(line.split(":", 1) for line in open("/proc/self/status"))

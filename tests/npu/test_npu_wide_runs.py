@@ -13,7 +13,8 @@ from torch import Tensor, fx, nn
 
 import fxquant
 from fxquant.numerics import quantize_weight
-from fxquant.scheme import Form, QuantSpec
+from fxquant.form import Form
+from fxquant.scheme import QuantSpec
 
 CHIPS = {"A2": "Ascend910B2", "A3": "Ascend910_9391", "950": "Ascend950PR_9579", "310P": "Ascend310P3"}
 SIZES = [(n, 32) for n in (65535, 65536, 131070, 131071, 196606)] + [(32, k) for k in (65535, 65536, 70000)]

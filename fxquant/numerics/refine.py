@@ -1,0 +1,283 @@
+"""Scales and zero points of int4 weights, chosen from the weights alone: no data, no gradients.
+
+Both methods fit ``value = (code - zero) * scale`` to each group of a row, with ``code = clamp(round(value
+/ scale + zero))``; symmetric codes lie in -7 to 7 and have no zero, others in 0 to 15. As it measures
+errors, neither gives a group a larger one than rounding to nearest over the whole range of the group.
+
+``clip`` minimizes the squared error. Its candidates are ranges that leave out a part of the group's own,
+at each end by itself. The codes under a range tell the best scale and zero in closed form (the regression
+of the values on their codes) and the error that would remain; from the best candidate on, rounding and
+fitting take turns.
+
+``hqq`` minimizes the sum of ``|error|^p`` with ``p < 1``, which lets a few values be far off so that the
+others are close: H. Badri, A. Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023.
+A variable ``e`` for the errors splits the problem: ``min sum |e|^p + beta / 2 (value - (code - zero) scale
+- e)^2`` is solved in turn for ``e`` (a generalized soft threshold) and in closed form for the zero, while
+``beta`` grows. Here the scale is solved for with the zero, errors are in units of the scale, so that a
+multiple of a weight has the same codes, and the start is what ``clip`` found.
+
+R: rows, C: groups of a row, c: values of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fxquant.scheme import QuantSpec
+
+CHUNK_BYTES = 256 << 10
+"""Float32 bytes of a weight that are worked on at a time: the buffers stay in the cache."""
+
+CLIPS = (0.0, 0.05, 0.1, 0.15, 0.2)
+"""Parts of a group's range that a candidate leaves out at an end; every pair is tried."""
+
+SHRINKS = tuple(1 - 0.025 * step for step in range(21))
+"""Largest magnitudes that candidates of a symmetric group represent, in units of the group's own."""
+
+FITS = 3
+"""Rounds of rounding and fitting after the search."""
+
+BETA, GROWTH, STEPS = 10.0, 1.05, 10
+"""Of ``hqq``: the first ``beta``, its growth in a step, the number of steps. ``p`` is 1/2: a square root
+is the same in every lane and library, a power is not."""
+
+ZEROS = (-16.0, 31.0)
+"""Zeros are within: beyond, a zero in bfloat16 would be off by more than a tenth of a code."""
+
+_TINY = torch.finfo(torch.float32).tiny
+_SMALLEST = 2.0**-100  # smaller groups stay as rounding to nearest has them: their scales near the smallest
+_LARGEST = 2.0**120
+_EXPONENT = 0x7F800000
+_BUFFERS = 4
+_GROUP_TEMPORARIES = 40
+
+
+class _Fit(NamedTuple):
+    """Scales ``[r, C]`` and, of codes that are not symmetric, zeros."""
+
+    scale: Tensor
+    zero: Tensor | None
+
+
+class _Chunk(NamedTuple):
+    """Groups ``[r, C, c]`` in units of a power of two for each, and buffers of that shape."""
+
+    values: Tensor
+    codes: Tensor
+    work: Tensor
+    more: Tensor
+
+
+def choose(blocks: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero, float32 ``[R, C]``, for groups ``[R, C, c]`` of float32 values; no zero if symmetric.
+
+    ``spec`` is of int4 and says how in ``refine``. Scales are at least the smallest normal float32; zeros
+    need not be integers. Rows are independent: a tile of rows has the same bits as in the whole. A group
+    with values that are not finite has what rounding to nearest gives it.
+    """
+    rows, groups, _ = blocks.shape
+    method = _METHODS.get((spec.refine, spec.zero)) if spec.codes == "int4" else None
+    if method is None:
+        raise NotImplementedError(f"no refined scales for {spec}")
+    scale = torch.empty((rows, groups), dtype=torch.float32, device=blocks.device)
+    zero = torch.empty_like(scale) if spec.zero else None
+    if blocks.numel() == 0:
+        return scale.fill_(_TINY), None if zero is None else zero.zero_()
+    buffers = torch.empty(
+        (_BUFFERS, _chunk_rows(tuple(blocks.shape)), *blocks.shape[1:]), dtype=torch.float32, device=blocks.device
+    )
+    for start in range(0, rows, buffers.shape[1]):
+        stop = min(start + buffers.shape[1], rows)
+        chunk = _Chunk(*buffers[:, : stop - start])
+        chunk.values.copy_(blocks[start:stop])
+        unit, kept = _normalize(chunk.values)
+        nearest = _nearest(chunk, spec)
+        found = _where(kept, nearest, method(chunk, nearest))
+        torch.mul(found.scale, unit, out=scale[start:stop]).clamp_min_(_TINY)
+        if zero is not None and found.zero is not None:
+            zero[start:stop] = found.zero
+    return scale, zero
+
+
+def temporary_bytes(shape: tuple[int, int, int], spec: QuantSpec) -> int:
+    """At most so many bytes does ``choose`` allocate for blocks of ``shape``, its results included."""
+    rows, groups, size = shape
+    results = 2 if spec.zero else 1
+    chunk = min(_chunk_rows(shape), rows) * groups
+    return 4 * (results * rows * groups + chunk * (_BUFFERS * size + _GROUP_TEMPORARIES))
+
+
+def _chunk_rows(shape: tuple[int, ...]) -> int:
+    rows, groups, size = shape
+    return min(rows, max(1, CHUNK_BYTES // max(4 * groups * size, 1)))
+
+
+def _normalize(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Divide groups in place by a power of two near their largest magnitude, so that squares stay finite.
+
+    Returns it, and which groups are to stay as rounding to nearest has them.
+    """
+    absmax = torch.maximum(values.amax(-1), values.amin(-1).neg_())
+    kept = ~(absmax.ge(_SMALLEST) & absmax.isfinite())
+    unit = absmax.clamp_(_SMALLEST, _LARGEST).view(torch.int32).bitwise_and_(_EXPONENT).view(torch.float32)
+    values.div_(unit[..., None])
+    return unit, kept
+
+
+def _nearest(chunk: _Chunk, spec: QuantSpec) -> _Fit:
+    """What rounding to nearest uses: the whole range, which contains 0, and an integer zero."""
+    low, high = chunk.values.amin(-1), chunk.values.amax(-1)
+    if not spec.zero:
+        return _Fit(torch.maximum(high, low.neg_()).div_(_SYMMETRIC[1]).clamp_min_(_TINY), None)
+    scale = high.clamp_min_(0).sub_(low.clamp_max_(0)).div_(_ASYMMETRIC[1]).clamp_min_(_TINY)
+    return _Fit(scale, low.neg_().div_(scale).round_())
+
+
+_SYMMETRIC, _ASYMMETRIC = (-7, 7), (0, 15)
+
+
+def _round(chunk: _Chunk, fit: _Fit) -> None:
+    """Put codes, as floats, into ``chunk.codes``."""
+    torch.div(chunk.values, fit.scale[..., None], out=chunk.codes)
+    if fit.zero is not None:
+        chunk.codes.add_(fit.zero[..., None])
+    chunk.codes.round_().clamp_(*(_SYMMETRIC if fit.zero is None else _ASYMMETRIC))
+
+
+def _squared_error(chunk: _Chunk, fit: _Fit) -> Tensor:
+    _round(chunk, fit)
+    if fit.zero is not None:
+        chunk.codes.sub_(fit.zero[..., None])
+    chunk.codes.mul_(fit.scale[..., None]).sub_(chunk.values)
+    return chunk.codes.mul_(chunk.codes).sum(-1)
+
+
+def _where(chosen: Tensor, fit: _Fit, other: _Fit) -> _Fit:
+    """``fit`` where ``chosen``, else ``other``."""
+    scale = torch.where(chosen, fit.scale, other.scale)
+    if fit.zero is None or other.zero is None:
+        return _Fit(scale, None)
+    return _Fit(scale, torch.where(chosen, fit.zero, other.zero))
+
+
+def _regress(chunk: _Chunk, mean: Tensor | None) -> tuple[_Fit, Tensor, Tensor]:
+    """The scale and zero with the least squared error for ``chunk.codes``, by how much they lower it
+    (against no scale at all), and whether they are admitted. ``mean`` is of the values, None if symmetric.
+    """
+    size = chunk.values.shape[-1]
+    square = torch.mul(chunk.codes, chunk.codes, out=chunk.work).sum(-1)
+    product = torch.mul(chunk.codes, chunk.values, out=chunk.work).sum(-1)
+    if mean is None:
+        scale = product / square.clamp_min_(1)
+        return _Fit(scale, None), product.mul_(scale), scale > 0
+    total = chunk.codes.sum(-1)
+    product.sub_(total * mean)
+    middle = total.div_(size)
+    square.sub_(middle * middle * size).clamp_min_(0.25)  # at least 1 / 2 unless all codes are the same
+    scale = product / square
+    zero = middle.sub_(mean / scale)
+    return _Fit(scale, zero), product.mul_(scale), (scale > 0) & (zero >= ZEROS[0]) & (zero <= ZEROS[1])
+
+
+def _refit(chunk: _Chunk, fit: _Fit, mean: Tensor | None) -> _Fit:
+    """Round and fit in turn; the squared error never grows."""
+    for _ in range(FITS):
+        _round(chunk, fit)
+        found, _gain, admitted = _regress(chunk, mean)
+        fit = _where(admitted, found, fit)
+    return fit
+
+
+def _search(chunk: _Chunk, fit: _Fit, ranges: Iterator[_Fit], mean: Tensor | None) -> _Fit:
+    """The best fit that the codes under one of ``ranges`` have."""
+    best = torch.zeros_like(fit.scale)
+    for candidate in ranges:
+        _round(chunk, candidate)
+        found, gain, admitted = _regress(chunk, mean)
+        better = admitted & (gain > best)
+        best = torch.where(better, gain, best)
+        fit = _where(better, found, fit)
+    return fit
+
+
+def _clip_symmetric(chunk: _Chunk, nearest: _Fit) -> _Fit:
+    ranges = (_Fit(nearest.scale * shrink, None) for shrink in SHRINKS)
+    found = _refit(chunk, _search(chunk, nearest, ranges, None), None)
+    return _where(_squared_error(chunk, found) < _squared_error(chunk, nearest), found, nearest)
+
+
+def _clip_asymmetric(chunk: _Chunk, nearest: _Fit) -> _Fit:
+    mean = chunk.values.mean(-1)
+    found = _refit(chunk, _search(chunk, nearest, _ranges(chunk), mean), mean)
+    return _where(_squared_error(chunk, found) < _squared_error(chunk, nearest), found, nearest)
+
+
+def _ranges(chunk: _Chunk) -> Iterator[_Fit]:
+    """Parts of the range of each group; of values of one sign it reaches half-way to 0."""
+    low, high = chunk.values.amin(-1), chunk.values.amax(-1)
+    low, high = torch.minimum(low, high / 2), torch.maximum(high, low / 2)
+    width = (high - low).clamp_min_(_TINY)
+    for below in CLIPS:
+        for above in CLIPS:
+            scale = width * ((1 - below - above) / _ASYMMETRIC[1])
+            yield _Fit(scale, (width * -below).sub_(low).div_(scale))
+
+
+def _hqq(chunk: _Chunk, nearest: _Fit) -> _Fit:
+    fit = _clip_asymmetric(chunk, nearest)
+    best, least = nearest, _root_error(chunk, nearest)
+    beta = BETA
+    for step in range(STEPS + 1):
+        error = _root_error(chunk, fit)
+        better = error < least
+        least, best = torch.where(better, error, least), _where(better, fit, best)
+        if step < STEPS:
+            fit = _half_quadratic(chunk, fit, beta)
+            beta *= GROWTH
+    return best
+
+
+def _root_error(chunk: _Chunk, fit: _Fit) -> Tensor:
+    """Sum of square roots of errors; leaves ``code - zero`` in ``codes``, errors in units of the scale in
+    ``work``, and the roots of their magnitudes in ``more``.
+    """
+    assert fit.zero is not None
+    scale, zero = fit.scale[..., None], fit.zero[..., None]
+    torch.div(chunk.values, scale, out=chunk.work)
+    torch.add(chunk.work, zero, out=chunk.codes).round_().clamp_(*_ASYMMETRIC).sub_(zero)
+    chunk.work.sub_(chunk.codes)
+    return torch.abs(chunk.work, out=chunk.more).sqrt_().sum(-1).mul_(fit.scale.sqrt())
+
+
+def _half_quadratic(chunk: _Chunk, fit: _Fit, beta: float) -> _Fit:
+    """One step from what ``_root_error`` left.
+
+    The soft threshold takes ``e = sign(r) max(|r| - |r|^(p - 1) / beta, 0)`` out of a residual ``r``, so
+    that ``sign(r) min(|r|, |r|^(p - 1) / beta)`` of it stays for the zero and the scale to fit.
+    """
+    assert fit.zero is not None
+    size = chunk.values.shape[-1]
+    codes, residual, limit = chunk.codes, chunk.work, chunk.more
+    limit.mul_(beta).reciprocal_()
+    torch.minimum(limit, residual.abs(), out=limit)
+    residual.copysign_(residual)
+    torch.copysign(limit, residual, out=residual)
+    drift = residual.mean(-1)
+    middle = codes.mean(-1)
+    product = torch.mul(residual, codes, out=limit).sum(-1).sub_(drift * middle * size)
+    square = torch.mul(codes, codes, out=limit).sum(-1).sub_(middle * middle * size).clamp_min_(0.25)
+    slope = product.div_(square).add_(1)
+    zero = fit.zero - (drift + middle - slope * middle) / slope
+    found = _Fit(fit.scale * slope, zero)
+    return _where((slope > 0) & (zero >= ZEROS[0]) & (zero <= ZEROS[1]), found, fit)
+
+
+_METHODS: dict[tuple[str, bool], Callable[[_Chunk, _Fit], _Fit]] = {
+    ("clip", False): _clip_symmetric,
+    ("clip", True): _clip_asymmetric,
+    ("hqq", True): _hqq,
+}
