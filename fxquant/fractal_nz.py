@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-FRACTAL_NZ = 29
-"""``acl_format`` of FRACTAL_NZ; ND is 2."""
+ND, FRACTAL_NZ = 2, 29
+"""Values of ``acl_format``."""
 
 ROWS = 16
 ROW_BYTES = 32
@@ -25,6 +25,14 @@ def padded_bytes(shape: Sequence[int], itemsize: int) -> int:
 def to_nz(tensor: Tensor) -> Tensor:
     """A copy on the same NPU in FRACTAL_NZ; the shape stays."""
     cast: Tensor = torch.ops.npu.npu_format_cast(tensor, FRACTAL_NZ)
+    return cast
+
+
+def as_nd(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where it lies in FRACTAL_NZ, whose bytes are in another order."""
+    if tensor.device.type != "npu" or torch.ops.npu.get_npu_format(tensor) != FRACTAL_NZ:
+        return tensor
+    cast: Tensor = torch.ops.npu.npu_format_cast(tensor, ND)
     return cast
 
 

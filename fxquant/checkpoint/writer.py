@@ -40,6 +40,7 @@ from fxquant.checkpoint.header import DTYPES, MAX_HEADER_BYTES, load_json, short
 from fxquant.checkpoint.safetensors import bytes_of
 from fxquant.errors import CheckpointFileError, ConfigError
 from fxquant.form import Form
+from fxquant.fractal_nz import as_nd
 
 SHARD_BYTES = 4 * 2**30
 """The most that a file holds, unless a single tensor is larger."""
@@ -178,6 +179,7 @@ def _pieces(tensor: Tensor) -> Iterator[memoryview]:
     """The bytes of a tensor in pieces of ``DIGEST_BYTES``, each valid until the next one is asked for."""
     if not tensor.nbytes:
         return
+    tensor = as_nd(tensor)
     if tensor.device.type == "cpu" and tensor.is_contiguous() and _holds_its_bytes(tensor):
         view = bytes_of(tensor)
         for start in range(0, tensor.nbytes, DIGEST_BYTES):

@@ -26,8 +26,6 @@ class _Resident:
             for size in (schedule.buffer_bytes, schedule.scratch_bytes) * schedule.workers:
                 self.blocks.take(size)  # the workers' own come first
         self.device = self.host = 0
-        self.largest_cast = 0
-        """Bytes of the largest part that was cast to FRACTAL_NZ: meanwhile it lies there twice."""
         self._to_cast: dict[str, list[tuple[int, int]]] = {}
 
     def begin(self, recipe: Recipe) -> None:
@@ -45,15 +43,17 @@ class _Resident:
             padded = [padded_bytes(shape, dtype.itemsize) for shape, dtype in shapes[: recipe.nz]]
             self._to_cast[recipe.fqn] = list(zip(taken, padded, strict=False))
 
-    def end(self, recipe: Recipe) -> None:
-        """A weight is whole; what is cast moves into a block of its own."""
+    def end(self, recipe: Recipe) -> int:
+        """A weight is whole; what is cast moves into a block of its own. Bytes of the largest of these."""
+        largest = 0
         if self.blocks is None:
-            return
+            return largest
         for old, size in self._to_cast.pop(recipe.fqn, ()):
             new = self.blocks.take(size)
             self.blocks.give_back(old)
             self.device += new - old
-            self.largest_cast = max(self.largest_cast, new)
+            largest = max(largest, new)
+        return largest
 
 
 def predict(schedule: Schedule, graph: LoadGraph, held_bytes: Mapping[str, int]) -> list[Moment]:
@@ -67,6 +67,7 @@ def predict(schedule: Schedule, graph: LoadGraph, held_bytes: Mapping[str, int])
     held = done = 0
     releases: dict[int, int] = {}
     window: list[int] = []
+    casts: list[int] = []
     moments = []
     for i, batch in enumerate(schedule.batches):
         held -= releases.pop(i, 0)
@@ -82,17 +83,17 @@ def predict(schedule: Schedule, graph: LoadGraph, held_bytes: Mapping[str, int])
         window = [*window[-schedule.workers * LOOKAHEAD :], batch.transient]
         flight = sum(heapq.nlargest(schedule.workers, window))
         done += batch.read_bytes
-        for job in batch.jobs:
-            if last[job.recipe.fqn] == i:
-                resident.end(job.recipe)
-        moments.append(Moment(read_bytes=done, memory=_by_device(schedule, resident, held + flight)))
+        ended = [resident.end(job.recipe) for job in batch.jobs if last[job.recipe.fqn] == i]
+        casts = [*casts[-schedule.workers * LOOKAHEAD :], max(ended, default=0)]
+        transient = held + flight + max(casts)  # a part that is cast lies there twice
+        moments.append(Moment(read_bytes=done, memory=_by_device(schedule, resident, transient)))
     return moments or [Moment(read_bytes=0, memory={schedule.device: 0})]
 
 
 def _by_device(schedule: Schedule, resident: _Resident, transient: int) -> dict[str, int]:
     buffers = schedule.workers * schedule.buffer_bytes
     scratch = schedule.workers * schedule.scratch_bytes
-    total = resident.device + resident.largest_cast + transient + buffers + scratch
+    total = resident.device + transient + buffers + scratch
     if schedule.device == "cpu":
         return {"cpu": total + resident.host}
     # A tile lies in the buffer and, while it is worked on, on the device too.

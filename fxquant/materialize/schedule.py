@@ -11,7 +11,7 @@ import torch
 from fxquant.checkpoint import TensorInfo
 from fxquant.materialize.jobs import Batch, Job, Schedule, Settings
 from fxquant.materialize.predict import predict, thin
-from fxquant.materialize.recipes import LoadGraph, Recipe
+from fxquant.materialize.recipes import LoadGraph, Recipe, result_vals
 from fxquant.materialize.tiles import Tiling, whole_tile
 from fxquant.materialize.tiling import make_tiling
 from fxquant.timeline import Moment
@@ -28,6 +28,7 @@ class Scheduler:
         self.place = {key: i for i, key in enumerate(infos)}
         self.where = {key: (info.file or "", info.offset or 0) for key, info in infos.items()}
         self.units = _units(graph)
+        self.resident = [sum(val.nbytes for val in result_vals(gm)) for gm in graph.templates]
         self._tilings: dict[tuple[int, int], Tiling] = {}
 
     def tiling(self, template: int, tile_bytes: int) -> Tiling:
