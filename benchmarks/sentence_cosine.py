@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.fake_quant import fake_quantize
 from examples.sentence_embeddings import SENTENCES, embed, load_float, load_quantized, model_folder
@@ -34,12 +34,17 @@ MODELS: dict[str, Callable[[Path], nn.Module]] = {"fake": build_fake_quant, "fxq
 TITLES = {"fake": "int8 fake-quantized eager", "fxquant": "int8 fxquant"}
 
 
+def cosines(model: nn.Module, folder: Path, sentences: Sequence[str], expected: Tensor) -> Tensor:
+    """Return the cosine of each sentence's embedding to `expected`, float32 (sentences,)."""
+    return (embed(model, folder, sentences) * expected).sum(-1)
+
+
 def measure(names: Sequence[str], folder: Path, sentences: Sequence[str]) -> list[Row]:
     """Measure the models in `names` against the float model."""
     expected = embed(load_float(folder), folder, sentences)
     rows = []
     for name in names:
-        cosine = (embed(MODELS[name](folder), folder, sentences) * expected).sum(-1)
+        cosine = cosines(MODELS[name](folder), folder, sentences, expected)
         rows.append(Row(name=TITLES[name], mean=cosine.mean().item(), minimum=cosine.min().item()))
     return rows
 

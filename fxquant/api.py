@@ -61,7 +61,7 @@ def compile(model: ModelOrFactory, ckpt: Any = None, **options: Unpack[Options])
         cache_dir=options.get("cache_dir"),
         report=choose_progress(options.get("progress")),
     )
-    state = RunState(strict=request.strict, kernel=request.target.eager_kernel("fxquant::scaled_mm"))
+    state = RunState(strict=request.strict, kernels=request.target.eager_kernels())
     install_weights(module, planned.groups, planned.forms, loaded.constants, state, request.device)
     place_buffers(module, request.device)
     module.__dict__["fxquant_plan"] = planned.plan

@@ -8,6 +8,7 @@ parameter's FQN and against the name of the module that owns it.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -50,15 +51,21 @@ class Choice:
     reason: str
     asked: bool
     """Whether a config entry, not only the default, asked for the scheme."""
+    act_scale: float | None = None
+    """The scale of the activation, for schemes that need it given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantConfig:
-    """A default scheme, entries ``(pattern, scheme)`` of which the first match wins, and ignores."""
+    """A default scheme, entries ``(pattern, scheme)`` of which the first match wins, and ignores.
+
+    ``act_scales``: by pattern, the scale of the activation of layers whose scheme is static.
+    """
 
     scheme: str
     entries: tuple[tuple[str, str], ...] = ()
     ignore: tuple[str, ...] = ()
+    act_scales: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         find_scheme(self.scheme)
@@ -70,10 +77,21 @@ class QuantConfig:
             find_scheme(scheme)
         for pattern in self.ignore:
             _check_pattern(pattern)
+        schemes = dict(self.entries)
+        for pattern, scale in self.act_scales:
+            act = find_scheme(schemes[pattern]).act if pattern in schemes else None
+            if act is None or not act.static:
+                raise ConfigError(f"config {pattern!r}: scheme {schemes.get(pattern)!r} takes no act_scale")
+            if not (0 < scale < math.inf):
+                raise ConfigError(f"config {pattern!r}: act_scale must be a positive number, got {scale!r}")
 
     @staticmethod
     def from_dict(data: Mapping[str, object]) -> QuantConfig:
-        """From ``{"scheme": name, "config": {pattern: scheme}, "ignore": [pattern]}``."""
+        """From ``{"scheme": name, "config": {pattern: scheme}, "ignore": [pattern]}``.
+
+        An entry of ``config`` is the name of a scheme, None for floats, or a mapping such as
+        ``{"scheme": "int8_static", "act_scale": 0.02}``.
+        """
         if not isinstance(data, Mapping):
             raise ConfigError(f"a config must be a mapping with 'scheme', got {data!r}")
         unknown = [key for key in data if key not in ("scheme", "config", "ignore")]
@@ -86,7 +104,12 @@ class QuantConfig:
 
     def to_dict(self) -> dict[str, object]:
         """The inverse of ``from_dict``."""
-        return {"scheme": self.scheme, "config": dict(self.entries), "ignore": list(self.ignore)}
+        scales = dict(self.act_scales)
+        config: dict[str, object] = {
+            pattern: {"scheme": scheme, "act_scale": scales[pattern]} if pattern in scales else scheme
+            for pattern, scheme in self.entries
+        }
+        return {"scheme": self.scheme, "config": config, "ignore": list(self.ignore)}
 
     def choose(self, fqns: Iterable[str]) -> Choice:
         """The scheme of a weight that is known under ``fqns`` (several where it is tied)."""
@@ -98,7 +121,9 @@ class QuantConfig:
             if any(name_matches(pattern, name) for name in names):
                 if scheme == "none":
                     return _float(f"config {pattern!r} asks for none", asked=True)
-                return Choice(scheme=find_scheme(scheme), reason=f"config {pattern!r}", asked=True)
+                given = dict(self.act_scales).get(pattern)
+                found = find_scheme(scheme)
+                return Choice(scheme=found, reason=f"config {pattern!r}", asked=True, act_scale=given)
         if self.scheme == "none":
             return _float("scheme none", asked=False)
         for name in names:
@@ -128,12 +153,31 @@ def make_config(scheme: str, config: object = None, ignore: object = None) -> Qu
         return config
     if config is not None and not isinstance(config, Mapping):
         raise ConfigError(f"`config` must map patterns to schemes, got {type(config).__name__}")
-    entries = []
-    for pattern, name in (config or {}).items():
-        if name is not None and not isinstance(name, str):
-            raise ConfigError(f"config {pattern!r}: a scheme is a name, got {name!r}")
-        entries.append((_check_pattern(pattern), "none" if name is None else name))
+    entries, scales = [], []
+    for pattern, entry in (config or {}).items():
+        name, scale = _read_entry(_check_pattern(pattern), entry)
+        entries.append((pattern, "none" if name is None else name))
+        if scale is not None:
+            scales.append((pattern, scale))
     if isinstance(ignore, str) or not (ignore is None or isinstance(ignore, Iterable)):
         raise ConfigError(f"`ignore` must be a list of patterns, got {ignore!r}")
     patterns = tuple(_check_pattern(pattern) for pattern in (ignore or ()))
-    return QuantConfig(scheme=scheme, entries=tuple(entries), ignore=patterns)
+    return QuantConfig(scheme=scheme, entries=tuple(entries), ignore=patterns, act_scales=tuple(scales))
+
+
+def _read_entry(pattern: str, entry: object) -> tuple[str | None, float | None]:
+    """The scheme and the scale of the activation that an entry names."""
+    if entry is None or isinstance(entry, str):
+        return entry, None
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("scheme"), str):
+        raise ConfigError(f"config {pattern!r}: a scheme is a name or a mapping with 'scheme', got {entry!r}")
+    unknown = [key for key in entry if key not in ("scheme", "act_scale")]
+    if unknown:
+        raise ConfigError(f"config {pattern!r}: unknown entries {unknown}; known: scheme, act_scale")
+    scale = entry.get("act_scale")
+    if scale is None:
+        return entry["scheme"], None
+    try:  # a number, or a tensor of one element
+        return entry["scheme"], float(scale)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"config {pattern!r}: act_scale must be one number, got {scale!r}") from error

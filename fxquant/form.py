@@ -69,18 +69,29 @@ class Form:
         """Names of the constants, in order."""
         if self.host:
             return ("value",)
-        return (*self.codes, *self.beside, *(("table",) if self.table else ()))
+        table = ("table",) if self.table else ()
+        return (*self.codes, *self.weight.names[1:], *table, *self.given)
 
     @property
-    def beside(self) -> tuple[str, ...]:
-        """Names of the constants beside the codes: scales, zero points, the scale of the activation."""
-        given = ("act_scale",) if self.act is not None and self.act.static else ()
-        return (*self.weight.names[1:], *given)
+    def given(self) -> tuple[str, ...]:
+        """Names of the constants that are not made of the weight: the scale of a static activation."""
+        return ("act_scale",) if self.act is not None and self.act.static else ()
 
     def regions(self, n: int, k: int) -> tuple[tuple[slice, slice], ...]:
         """Rows and columns of the codes ``[N, K]`` that each part holds."""
         rows, columns = _slices(self.parts_n or (n,)), _slices(self.parts_k or (k,))
         return tuple((row, column) for row in rows for column in columns)
+
+    def code_regions(self, n: int, k: int) -> tuple[tuple[slice, slice], ...]:
+        """The same in the tensor of codes, where two may lie in a byte."""
+        step = 2 if self.weight.packed else 1
+        return tuple(
+            (row, slice(column.start // step, -(-column.stop // step))) for row, column in self.regions(n, k)
+        )
+
+    def features(self, columns: int) -> int:
+        """K of codes that take so many columns."""
+        return 2 * columns - self.odd_k if self.weight.packed else columns
 
     def part_shapes(self, n: int, k: int) -> tuple[tuple[int, int], ...]:
         """Shapes of the constants that hold the codes ``[N, K]``."""
@@ -102,13 +113,13 @@ class Form:
         n, k = self.codes_shape(shape)
         whole = self.weight.constants(n, k)
         codes_dtype, _ = whole.pop("codes")
-        found = {name: (codes_dtype, size) for name, size in zip(self.codes, self.part_shapes(n, k), strict=True)}
-        known = {**whole, "act_scale": (torch.float32, (1,))}
-        return {
-            **found,
-            **{name: known[name] for name in self.beside},
-            **({"table": (dtype, shape)} if self.table else {}),
+        found = {
+            name: (codes_dtype, size) for name, size in zip(self.codes, self.part_shapes(n, k), strict=True)
         }
+        found |= whole
+        if self.table:
+            found["table"] = (dtype, shape)
+        return {**found, **dict.fromkeys(self.given, (torch.float32, (1,)))}
 
     def __str__(self) -> str:
         if self.host:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,12 +18,12 @@ from fxquant.checkpoint import (
     TensorInfo,
 )
 from fxquant.errors import WeightMismatchError
+from fxquant.form import Form
 from fxquant.materialize.budget import READ_BYTES, Budgets, choose_schedule
 from fxquant.materialize.jobs import Schedule, Settings
 from fxquant.materialize.recipes import LoadGraph, Reads, result_vals
 from fxquant.materialize.schedule import Scheduler
 from fxquant.parameters import WeightGroup
-from fxquant.form import Form
 from fxquant.stored import RULE
 
 
@@ -73,11 +75,19 @@ def describe_loading(
 
 
 def add_recipe(
-    graph: LoadGraph, group: WeightGroup, entry: KeyEntry, checkpoint: Checkpoint | None, form: Form | None
+    graph: LoadGraph,
+    group: WeightGroup,
+    entry: KeyEntry,
+    checkpoint: Checkpoint | None,
+    form: Form | None,
+    given: Mapping[str, float] = MappingProxyType({}),
 ) -> None:
-    """Add how a weight is made from the keys of ``entry``; what is stored must fit the weight."""
+    """Add how a weight is made from the keys of ``entry``; what is stored must fit the weight.
+
+    ``given``: values of the form's constants that are not made of the weight.
+    """
     reads = _reads(group, entry, checkpoint)
-    graph.add(group.fqn, reads, dtype=group.tensor.dtype, form=form)
+    graph.add(group.fqn, reads, dtype=group.tensor.dtype, form=form, given=given)
     if not reads.stored:  # whose shapes were compared with the form's when they were matched
         _check_shape(graph, group, form, reads, checkpoint)
 
@@ -116,7 +126,10 @@ def _check_shape(
 ) -> None:
     gm = graph.templates[graph.recipes[-1].template]
     got = tuple(result_vals(gm)[0].shape)
-    got = got[::-1] if form is not None and form.transposed else got
+    if form is not None and not form.host:
+        n, columns = got
+        got = (n, form.features(columns))
+        got = got[::-1] if form.transposed else got
     if got != tuple(group.tensor.shape):
         where = checkpoint.location if checkpoint else "model"
         stored = ", ".join(f"{k} {list(s)}" for k, s in zip(reads.keys, reads.shapes, strict=True))

@@ -101,7 +101,9 @@ def check_scaled_mm(
 ) -> None:
     """What every kernel that stands for ``scaled_mm`` demands of its operands."""
     n, k = w.shape if w.dim() == 2 else (-1, -1)
-    _require(w.dim() == 2 and w.dtype in CODE_DTYPES, f"w_codes must be codes [N, K], got {w.dtype} {w.shape}")
+    _require(
+        w.dim() == 2 and w.dtype in CODE_DTYPES, f"w_codes must be codes [N, K], got {w.dtype} {w.shape}"
+    )
     _require(
         x.dim() >= 1 and x.dtype == w.dtype, f"x_codes must be {w.dtype} [..., K], got {x.dtype} {x.shape}"
     )
@@ -189,9 +191,7 @@ def block_mm(
     """
     _check_block_mm(x_codes, x_spec, weight, w_spec, k, bias, out_dtype)
     parsed = QuantSpec.parse(w_spec)
-    return numerics.block_mm(
-        x_codes, x_scale, QuantSpec.parse(x_spec), weight, parsed, k, bias, out_dtype
-    )
+    return numerics.block_mm(x_codes, x_scale, QuantSpec.parse(x_spec), weight, parsed, k, bias, out_dtype)
 
 
 def _check_block_mm(
@@ -256,7 +256,9 @@ def weight_only_mm(x: Tensor, weight: Sequence[Tensor], spec: str, bias: Tensor 
 
 
 def _check_weight_only(x: Tensor, weight: Sequence[Tensor], spec: QuantSpec, bias: Tensor | None) -> None:
-    _require(x.dim() >= 1 and x.dtype in FLOATS, f"x must be one of {FLOATS} [..., K], got {x.dtype} {x.shape}")
+    _require(
+        x.dim() >= 1 and x.dtype in FLOATS, f"x must be one of {FLOATS} [..., K], got {x.dtype} {x.shape}"
+    )
     _check_constants(weight, spec, x.shape[-1])
     _check_out(weight, bias, x.dtype)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from fxquant.checkpoint import (
 )
 from fxquant.config import QuantConfig
 from fxquant.errors import ExtraWeightError, RefusedError
+from fxquant.form import Form
 from fxquant.loading import (
     LoadOptions,
     add_recipe,
@@ -41,9 +42,9 @@ from fxquant.parameters import WeightGroup, owner_of, repair_buffers, weight_gro
 from fxquant.passes.choose_form import Decision, Use, choose_form, describe
 from fxquant.passes.weight_uses import weight_uses
 from fxquant.plan import Plan, Stored, WeightPlan
-from fxquant.form import Form
+from fxquant.scheme import PRODUCTS, find_scheme
 from fxquant.stored import decide_stored, find_stored, match_stored
-from fxquant.target import Target
+from fxquant.target import Kernel, Target
 
 WALKED = "in no captured graph, planned by module walk"
 
@@ -135,7 +136,8 @@ def _make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request
     forms = {fqn: decision.form for fqn, decision in decisions.items() if decision.form is not None}
     graph = LoadGraph()
     for group in loaded:
-        add_recipe(graph, group, keymap.entries[group.fqn], checkpoint, forms.get(group.fqn))
+        given = dict(decisions[group.fqn].given)
+        add_recipe(graph, group, keymap.entries[group.fqn], checkpoint, forms.get(group.fqn), given)
     scheduler = Scheduler(graph, checkpoint.infos if checkpoint else {})
     schedule = schedule_for(scheduler, checkpoint, request.device_type, request.load)
     rows = _rows(loaded, keymap, checkpoint, decisions, uses, scheduler, schedule)
@@ -148,9 +150,7 @@ def _make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request
         capture=capture.how,
         weights=rows,
         order=tuple(dict.fromkeys(job.recipe.fqn for batch in schedule.batches for job in batch.jobs)),
-        kernels={op: {"op": k.op, "reason": k.reason} for op, k in request.target.kernels.items()}
-        if forms
-        else {},
+        kernels=_kernels(request.target, forms.values()),
         rewrites={"linear": sum(use.k_axis is not None for fqn in forms for use in uses[fqn])},
         unmatched=request.config.unmatched(name for group in groups for name in group.fqns),
         extra=keymap.extra,
@@ -335,6 +335,20 @@ def _rows(
             )
         )
     return tuple(rows)
+
+
+def _kernels(target: Target, forms: Iterable[Form]) -> dict[str, dict[str, str]]:
+    """What runs each dialect op of the schemes in use, and why."""
+    found: dict[str, dict[str, str]] = {}
+    for name in sorted({form.scheme for form in forms if not form.host}):
+        scheme = find_scheme(name)
+        kernel = target.kernel_for(scheme)
+        if isinstance(kernel, Kernel):
+            found.setdefault(scheme.op, {"op": kernel.op, "reason": kernel.reason})
+    if found:
+        others = {op: k for op, k in target.kernels.items() if op not in PRODUCTS}
+        found |= {op: {"op": kernel.op, "reason": kernel.reason} for op, kernel in others.items()}
+    return found
 
 
 def _stored(info: TensorInfo) -> Stored:

@@ -161,6 +161,9 @@ class QuantSpec:
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
+PRODUCTS = ("fxquant::scaled_mm", "fxquant::block_mm", "fxquant::weight_only_mm")
+"""Dialect ops that multiply with codes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
@@ -300,9 +303,7 @@ def find_scheme(name: str) -> Scheme:
     scheme = SCHEMES[refined["name"]]
     if not scheme.refinable or refined["how"] not in REFINEMENTS:
         able = ", ".join(row.name for row in SCHEMES.values() if row.refinable)
-        raise ConfigError(
-            f"scheme {name!r}: refine is one of {', '.join(REFINEMENTS)}, for {able}"
-        )
+        raise ConfigError(f"scheme {name!r}: refine is one of {', '.join(REFINEMENTS)}, for {able}")
     assert scheme.weight is not None
     if refined["how"] == "hqq" and not scheme.weight.zero:
         raise ConfigError(f"scheme {name!r}: hqq moves the zero point, so it takes the _asym forms")

@@ -14,9 +14,9 @@ from fxquant.errors import (
     RefusedError,
     WeightMismatchError,
 )
+from fxquant.form import Form
 from fxquant.parameters import WeightGroup
 from fxquant.passes.choose_form import Decision
-from fxquant.form import Form
 from fxquant.target import Layout, Refusal, Target
 
 RULE = "stored constants"
@@ -88,7 +88,7 @@ def decide_stored(
         return Decision(form=stored.form, reason=_reason(stored, checkpoint), asked=True)
     shape = tuple(group.tensor.shape)
     n, k = shape[::-1] if stored.form.transposed else shape
-    layout = target.lay_out("fxquant::scaled_mm", n=n, k=k, dtype=stored.dtype)
+    layout = target.lay_out(stored.form.quantized_as, n=n, k=k, dtype=stored.dtype)
     reason = _misfit(stored.form, layout)
     if reason:
         raise RefusedError(

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fxquant.scheme import Scheme
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
@@ -60,27 +62,40 @@ class Target:
     """A device family (or one chip and software version of it) as a table.
 
     ``kernels`` maps each dialect op that the target runs to the op that stands for it; ``limits``
-    holds what no fake kernel checks. ``arrange(n=, k=, dtype=, cuts=, bias=)`` decides how the codes
-    of a weight lie (default: ``[N, K]`` in one part), and ``lower(gm, proven)`` replaces dialect ops
+    holds what no fake kernel checks. ``choose(scheme)`` gives the kernel for the products of a scheme, or
+    why there is none (default: the kernel of its op). ``arrange(scheme=, n=, k=, dtype=, cuts=, bias=)``
+    decides how the codes of a weight lie (default: ``[N, K]`` in one part), and ``lower(gm, proven)`` replaces dialect ops
     where renaming them is not enough (``proven``: guards outside of the graph hold for its sizes);
-    both must be picklable. Tests pass their own ``Target`` to impose a limit.
+    all must be picklable. Tests pass their own ``Target`` to impose a limit.
     """
 
     name: str
     device_type: str
     kernels: Mapping[str, Kernel]
     limits: tuple[Limit, ...] = field(default=())
+    choose: Callable[[Scheme], Kernel | Refusal] | None = None
     arrange: Callable[..., Layout | Refusal] | None = None
     lower: Callable[[Any, bool], int] | None = None
+
+    def eager_kernels(self) -> dict[str, str]:
+        """For dialect ops, the ops that stand for them outside of graphs."""
+        return {op: self.eager_kernel(op) for op in self.kernels}
 
     def eager_kernel(self, op: str) -> str:
         """The op that stands for ``op`` outside of graphs; empty where the target has none."""
         kernel = self.kernels.get(op)
         return (kernel.eager or kernel.op) if kernel is not None else ""
 
+    def kernel_for(self, scheme: Scheme) -> Kernel | Refusal:
+        """What multiplies with weights of ``scheme``, or why nothing does."""
+        if self.choose is not None:
+            return self.choose(scheme)
+        kernel = self.kernels.get(scheme.op)
+        return kernel if kernel is not None else Refusal(reason=f"target {self.name} has no {scheme.op}")
+
     def lay_out(
         self,
-        op: str,
+        scheme: Scheme,
         *,
         n: int,
         k: int,
@@ -88,14 +103,17 @@ class Target:
         cuts: tuple[int, ...] = (),
         bias: object = None,
     ) -> Layout | Refusal:
-        """How the codes of a weight of float ``dtype`` lie for ``op``, or why it cannot take codes.
+        """How the codes of a weight of float ``dtype`` lie, or why it cannot be held as codes.
 
         ``cuts``: where the graph cuts the output anyway; ``bias``: dtype of the bias, if there is one.
         """
-        admitted = self.admits(op, n=n, k=k)
+        kernel = self.kernel_for(scheme)
+        admitted = kernel if isinstance(kernel, Refusal) else self.admits(scheme.op, n=n, k=k)
         if isinstance(admitted, Refusal):
             return admitted
-        return Layout() if self.arrange is None else self.arrange(n=n, k=k, dtype=dtype, cuts=cuts, bias=bias)
+        if self.arrange is None:
+            return Layout()
+        return self.arrange(scheme=scheme, n=n, k=k, dtype=dtype, cuts=cuts, bias=bias)
 
     def admits(self, op: str, *, n: int, k: int) -> Kernel | Refusal:
         """The kernel for ``op`` on a weight of ``n`` output and ``k`` input features, or why not."""

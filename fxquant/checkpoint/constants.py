@@ -37,7 +37,6 @@ from fxquant.checkpoint.locate import Layout, read_small
 from fxquant.checkpoint.safetensors import FileCheckpoint, Piece
 from fxquant.errors import CheckpointFileError, ConfigError
 from fxquant.form import Form
-from fxquant.scheme import FULL, find_scheme
 
 MANIFEST = "fxquant.json"
 FORMAT = "fxquant-constants"
@@ -170,14 +169,15 @@ def expected_constants(
         return (("value", dtype, shape),)
     if form.host:
         return (("value", dtype, shape),)
-    spec = find_scheme(form.scheme).weight
-    if spec is None or spec.bits != 8 or spec.block != (1, FULL):
-        raise ConfigError(f"the form {str(form)!r} is not one that version {VERSION} of the format stores")
     if len(shape) != 2:
         raise ConfigError(f"the form {str(form)!r} has two dimensions, the shape is {list(shape)}")
     n, k = form.codes_shape(shape)
     if (form.parts_n and sum(form.parts_n) != n) or (form.parts_k and sum(form.parts_k) != k):
         raise ConfigError(f"the parts of the form {str(form)!r} do not add up to [{n}, {k}]")
+    spec = form.weight
+    odd = spec.packed and k % 2 == 1
+    if form.odd_k != odd or (spec.packed and (form.kn or any(part % 2 for part in form.parts_k))):
+        raise ConfigError(f"codes of the form {str(form)!r} cannot hold [{n}, {k}]")
     return tuple((name, *facts) for name, facts in form.shapes(shape, dtype).items())
 
 

@@ -98,22 +98,26 @@ def find_ends(gm: fx.GraphModule) -> tuple[End, ...]:
         if source is None:
             ends.append(End(kind=COPY, source=_uncast(node), outs=(index,)))
         elif node.args[1] == 0:
-            scale = next(
-                i for i, other in enumerate(results) if other.args[:1] == (source,) and other.args[1] == 1
-            )
+            places = {
+                cast("int", other.args[1]): i
+                for i, other in enumerate(results)
+                if other.args[:1] == (source,)
+            }
             given = cast("fx.Node", source.args[0])
             spec = QuantSpec.parse(str(source.args[1]))
-            ends.append(End(kind=QUANTIZE, source=given, outs=(index, scale), spec=spec))
+            outs = tuple(places[i] for i in range(len(places)))
+            ends.append(End(kind=QUANTIZE, source=given, outs=outs, spec=spec))
     return tuple(ends)
 
 
 def _quantized(node: fx.Node, results: list[fx.Node]) -> fx.Node | None:
-    """The ``quantize_weight`` whose codes and scale both are results and are used nowhere else."""
+    """The ``quantize_weight`` whose constants all are results and are used nowhere else."""
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node) or source.target is not fxq.quantize_weight.default:
         return None
     users = list(source.users)
-    whole = {user.args[1] for user in users} == {0, 1} and all(user in results for user in users)
+    count = len(QuantSpec.parse(str(source.args[1])).names)
+    whole = {user.args[1] for user in users} == set(range(count)) and all(user in results for user in users)
     return source if whole and all(len(user.users) == 1 for user in users) else None
 
 

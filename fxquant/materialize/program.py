@@ -32,9 +32,9 @@ class Call:
 class End:
     """Where a value goes.
 
-    ``copy`` into constant ``outs[0]``, cast if need be; ``quantize`` into codes and scale
-    ``outs[0], outs[1]``. If scales span several tiles: ``absmax`` raises the maxima in
-    a first pass, ``codes`` writes codes with the scales of the first pass.
+    ``copy`` into constant ``outs[0]``, cast if need be; ``quantize`` into the constants ``outs`` of
+    ``spec``, the codes first. If scales span several tiles: ``absmax`` raises the maxima in a first
+    pass, ``codes`` writes the rest with the scales that they give.
     """
 
     kind: str
@@ -90,24 +90,23 @@ class Program:
                 continue
             assert end.spec is not None
             if end.kind == QUANTIZE:
-                codes, scale = outs[end.outs[0]], outs[end.outs[1]]
-                numerics.quantize_into(value, end.spec, codes, scale, scratch)
+                numerics.quantize_into(value, end.spec, [outs[i] for i in end.outs], scratch)
             elif end.kind == ABSMAX:
                 assert maxima is not None
                 maxima.raise_to(value, end.spec, scratch)
             else:
                 assert maxima is not None
-                scale = maxima.scale(end.spec)
-                numerics.quantize_with_scale(value, scale, end.spec, outs[end.outs[0]], scratch)
+                parts = [outs[i] for i in end.outs]
+                numerics.quantize_known_into(value, end.spec, maxima.known(end.spec), parts, scratch)
 
 
 class Maxima:
-    """The maxima of a weight whose scales span several tiles, and the scales made of them."""
+    """The maxima of a weight whose scales span several tiles; ``out`` gets the scales made of them."""
 
-    def __init__(self, scale: Tensor, lock: Any) -> None:
+    def __init__(self, out: Tensor, lock: Any) -> None:
         self.lock = lock
-        self.absmax = torch.zeros_like(scale)
-        self.out = scale
+        self.absmax = torch.zeros_like(out)
+        self.out = out
         self.done = False
 
     def raise_to(self, value: Tensor, spec: QuantSpec, scratch: Tensor) -> None:
@@ -117,11 +116,11 @@ class Maxima:
         with self.lock:
             torch.maximum(self.absmax, part, out=self.absmax)
 
-    def scale(self, spec: QuantSpec) -> Tensor:
+    def known(self, spec: QuantSpec) -> Tensor:
         """The scales, once all maxima are known."""
         with self.lock:
             if not self.done:
-                self.out.copy_(numerics.scale_of(self.absmax.clone(), spec.top))
+                self.out.copy_(numerics.scale_from_absmax(self.absmax, spec))
                 self.done = True
         return self.out
 
@@ -159,15 +158,14 @@ def _pass_bytes(source: Tensor, spec: QuantSpec | None) -> int:
     """Bytes of the maxima of a first pass over a part."""
     assert spec is not None
     n, k = source.shape
-    return 12 * math.prod(numerics.scale_shape((n, k), spec))
+    return 12 * math.prod(numerics.scan_shape((n, k), spec))
 
 
 def _maxima_bytes(source: Tensor, spec: QuantSpec | None) -> int:
-    """Bytes of the largest and smallest values of the blocks of one chunk, and of their scales."""
+    """Bytes that quantizing one chunk takes beside the scratch."""
     assert spec is not None
     n, k = source.shape
-    rows = min(numerics.chunk_rows((n, k), spec), n)
-    return 12 * math.prod(numerics.scale_shape((rows, k), spec)) if rows else 0
+    return numerics.temporary_bytes((n, k), spec) if n else 0
 
 
 def _alive(values: Mapping[fx.Node, Any], owned: set[int]) -> int:

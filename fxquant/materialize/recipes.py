@@ -8,17 +8,18 @@ are nodes of the template.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, fx
 
 from fxquant import ops as _ops  # noqa: F401 - registers the dialect
 from fxquant.capture import make_fake_mode
+from fxquant.form import Form
 from fxquant.graph import dump, placeholders, value
 from fxquant.materialize.tiles import writes
-from fxquant.form import Form
 
 fxq = torch.ops.fxquant
 
@@ -52,6 +53,8 @@ class Recipe:
     """The form whose parts the template's codes go into; None: the results are the constants."""
     host: bool = False
     """The constants are in main memory, whatever the device."""
+    given: tuple[float | None, ...] = ()
+    """Values of the last constants, each of one element, that are not made of the weight; None: kept."""
     nz: int = 0
     """The first constants, this many of them, are cast to FRACTAL_NZ once they are whole, on an NPU."""
 
@@ -65,8 +68,19 @@ class LoadGraph:
     _by_text: dict[str, int] = field(default_factory=dict)
     _by_shape: dict[tuple[object, ...], int] = field(default_factory=dict)
 
-    def add(self, fqn: str, reads: Reads, *, dtype: torch.dtype, form: Form | None) -> Recipe:
-        """Append the recipe of one weight; its template is made or found."""
+    def add(
+        self,
+        fqn: str,
+        reads: Reads,
+        *,
+        dtype: torch.dtype,
+        form: Form | None,
+        given: Mapping[str, float] = MappingProxyType({}),
+    ) -> Recipe:
+        """Append the recipe of one weight; its template is made or found.
+
+        ``given``: values of the form's constants that are not made of the weight.
+        """
         host = form is not None and form.host
         index = self._find(fqn, reads, dtype, None if host else form)
         constants = form.constants if form else ("value",)
@@ -78,6 +92,7 @@ class LoadGraph:
             keys=reads.keys,
             laid_out=form if parts else None,
             host=host,
+            given=() if form is None or reads.stored else tuple(given.get(name) for name in form.given),
             nz=len(form.codes) if form is not None and form.nz else 0,
         )
         self.recipes.append(recipe)
@@ -155,8 +170,7 @@ def _constants(weight: Tensor, dtype: torch.dtype, form: Form | None) -> tuple[T
     exact = torch.promote_types(weight.dtype, dtype) == dtype
     codes_source = weight if exact else weight.to(dtype)
     codes_source = codes_source.t() if form.transposed else codes_source
-    codes, scale = fxq.quantize_weight(codes_source, str(form.weight))
-    return (codes, scale, *table)
+    return (*fxq.quantize_weight(codes_source, str(form.weight)), *table)
 
 
 def result_vals(gm: fx.GraphModule) -> tuple[Tensor, ...]:
@@ -170,6 +184,7 @@ Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
 
 def laid_out_shapes(form: Form, shapes: Shapes) -> Shapes:
     """Shapes of the constants whose codes lie in parts, from those of a template's results."""
-    n, k = shapes[0][0]
-    parts = ((torch.Size(size), torch.int8) for size in form.part_shapes(n, k))
+    codes, dtype = shapes[0]
+    n, columns = codes
+    parts = ((torch.Size(size), dtype) for size in form.part_shapes(n, form.features(columns)))
     return (*parts, *shapes[1:])

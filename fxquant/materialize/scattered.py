@@ -20,8 +20,8 @@ class Scattered:
     def of(form: Form, parts: Sequence[Tensor], n: int, k: int) -> Scattered:
         """The codes of a weight of ``form``, over the constants that hold them."""
         views = [part.t() for part in parts] if form.kn else parts
-        pieces = [(*region, view) for region, view in zip(form.regions(n, k), views, strict=True)]
-        return Scattered(pieces, (n, k))
+        pieces = [(*region, view) for region, view in zip(form.code_regions(n, k), views, strict=True)]
+        return Scattered(pieces, (n, form.weight.columns(k)))
 
     def narrow(self, axis: int, start: int, length: int) -> Scattered:
         """A range of rows (``axis`` 0) or columns (1)."""
@@ -53,5 +53,6 @@ def in_parts(form: Form | None, results: Sequence[Tensor]) -> tuple[Tensor, ...]
     if form is None:
         return tuple(results)
     codes, *others = results
-    parts = (codes[region] for region in form.regions(*codes.shape))
+    n, columns = codes.shape
+    parts = (codes[region] for region in form.code_regions(n, form.features(columns)))
     return (*(part.t() if form.kn else part for part in parts), *others)

@@ -58,6 +58,7 @@ class Store:
         shapes = self._shapes[recipe.template]
         if recipe.laid_out is not None:
             shapes = laid_out_shapes(recipe.laid_out, shapes)
+        shapes = (*shapes, *([(torch.Size((1,)), torch.float32)] * len(recipe.given)))
         given = self.into.get(recipe.fqn)
         if given is not None:
             found = [(part.shape, part.dtype) for part in given]
@@ -68,7 +69,11 @@ class Store:
         new = shapes if given is None else shapes[:cast]
         made = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in new)
         self.account.add(device.type, sum(part.nbytes for part in made))
-        return (*made, *kept)
+        constants = (*made, *kept)
+        for value, part in zip(reversed(recipe.given), reversed(constants), strict=False):
+            if value is not None:
+                part.fill_(value)
+        return constants
 
     def casts(self, recipe: Recipe) -> int:
         """How many of the constants are cast to FRACTAL_NZ once they are whole."""
@@ -97,9 +102,9 @@ class Store:
         form = recipe.laid_out
         if form is None:
             return constants
-        n, k = self._shapes[recipe.template][0][0]
+        n, columns = self._shapes[recipe.template][0][0]
         count = len(form.codes)
-        return (Scattered.of(form, constants[:count], n, k), *constants[count:])
+        return (Scattered.of(form, constants[:count], n, form.features(columns)), *constants[count:])
 
     def parts(self, job: Job) -> dict[int, Any]:
         """The parts of the constants that a job writes to, by the position of the template's result."""
@@ -128,7 +133,10 @@ class Store:
         fqn = job.recipe.fqn
         with self.lock:
             if fqn not in self._maxima:
-                scale = self._results(job.recipe)[ends[0].outs[1]]
+                spec = ends[0].spec
+                assert spec is not None
+                known = spec.names.index("global_scale" if spec.two_level else "scale")
+                scale = self._results(job.recipe)[ends[0].outs[known]]
                 self._maxima[fqn] = Maxima(scale, threading.Lock())
             return self._maxima[fqn]
 

@@ -23,8 +23,7 @@ from fxquant.materialize.demand import demand, find_ends, results_of, walk
 from fxquant.materialize.program import ABSMAX, CODES, COPY, Call, End, Program
 from fxquant.materialize.row_rules import WHOLE, CrossingError, GrainError, NotSeparableError, Part, Range
 from fxquant.materialize.tiles import ReadPart, Tile, Tiling, finished_tile, read_part, whole_tile, writes
-from fxquant.numerics import block_of
-from fxquant.scheme import FULL
+from fxquant.scheme import FULL, QuantSpec
 
 fxq = torch.ops.fxquant
 aten = torch.ops.aten
@@ -54,8 +53,10 @@ class Cutter:
         self.ends = find_ends(gm)
         self.inputs = placeholders(gm)
         self.results = [cast("Tensor", part) for part in results_of(gm)]
-        self.length = int(self.results[0].shape[axis])
-        self.scan = any(end.spec is not None and end.spec.block[axis] == FULL for end in self.ends)
+        first = self.ends[0]
+        whole = self.results[0] if first.spec is None else cast("Tensor", value(first.source))
+        self.length = int(whole.shape[axis])
+        self.scan = any(end.spec is not None and _scans(end.spec, axis) for end in self.ends)
 
     def read_bytes(self, start: int, stop: int) -> int:
         """Bytes of ranges that a tile of these rows reads; NotSeparableError if there is none."""
@@ -93,7 +94,7 @@ class Cutter:
             demand(seeds, end.source, wanted)
             kind = end.kind if not self.scan or end.spec is None else (CODES if phase else ABSMAX)
             ends.append(End(kind=kind, source=end.source, outs=end.outs, spec=end.spec))
-            outs += {ABSMAX: [], CODES: parts[:1]}.get(kind, parts)
+            outs += [] if kind == ABSMAX else parts
         return seeds, ends, outs
 
     def _wanted(self, end: End, start: int, stop: int) -> tuple[Range, list[tuple[int, Range | None]]]:
@@ -102,15 +103,18 @@ class Cutter:
             index = end.outs[0]
             axis = 1 - self.axis if self.turned and index else self.axis
             return Range(axis, start, stop), [(index, Range(axis, start, stop))]
-        codes, scale = end.outs
+        spec, size = end.spec, int(cast("Tensor", value(end.source)).shape[self.axis])
         wanted = Range(self.axis, start, stop)
-        if self.scan:
-            return wanted, [(codes, wanted), (scale, WHOLE)]
-        n, k = self.results[codes].shape
-        side = block_of((int(n), int(k)), end.spec)[self.axis]
-        if start % side or stop % side:
-            raise GrainError(side, stop - start)
-        return wanted, [(codes, wanted), (scale, Range(self.axis, start // side, stop // side))]
+        parts: list[tuple[int, Range | None]] = []
+        for name, index in zip(spec.names, end.outs, strict=True):
+            side = _side(spec, name, self.axis)
+            if side == FULL:
+                parts.append((index, WHOLE))
+                continue
+            if start % side or (stop % side and stop != size):
+                raise GrainError(side, stop - start)
+            parts.append((index, Range(self.axis, start // side, -(-stop // side))))
+        return wanted, parts
 
     def _made(
         self,
@@ -141,6 +145,23 @@ class Cutter:
         return finished_tile(inputs, calls, ends, reads, outs, phase)
 
 
+def _scans(spec: QuantSpec, axis: int) -> bool:
+    """Whether tiles along ``axis`` need maxima of the whole; NotSeparableError if that is not enough."""
+    spans = spec.block[axis] == FULL
+    if spans and (spec.zero or spec.refine):
+        raise NotSeparableError(f"{spec}: zero points and refined scales need the whole of their blocks")
+    return spans or spec.two_level
+
+
+def _side(spec: QuantSpec, name: str, axis: int) -> int:
+    """How many rows or columns of the weight one of a constant stands for; FULL: all of them."""
+    if name == "global_scale":
+        return FULL
+    if name == "codes":
+        return 2 if axis == 1 and spec.packed else 1
+    return spec.block[axis]
+
+
 def make_tiling(gm: fx.GraphModule, tile_bytes: int) -> Tiling:
     """The tiles of a template, of about ``tile_bytes`` bytes of reads each."""
     direct = tuple(_direct_tiles(gm))
@@ -157,11 +178,11 @@ def make_tiling(gm: fx.GraphModule, tile_bytes: int) -> Tiling:
     reasons = []
     for axis in range(min(len(shape), 2)):
         for turned in (False, True):
-            cutter = Cutter(gm, axis, turned=turned)
-            if cutter.scan and hold:
-                reasons.append("small enough to be held whole")
-                continue
             try:
+                cutter = Cutter(gm, axis, turned=turned)
+                if cutter.scan and hold:
+                    reasons.append("small enough to be held whole")
+                    continue
                 return Tiling(tiles=_with_held(tuple(_cut(cutter, tile_bytes))))
             except NotSeparableError as error:
                 reasons.append(str(error))

@@ -21,7 +21,7 @@ R: rows, C: groups of a row, c: values of a group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -79,7 +79,7 @@ def choose(blocks: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
     need not be integers. Rows are independent: a tile of rows has the same bits as in the whole. A group
     with values that are not finite has what rounding to nearest gives it.
     """
-    rows, groups, _ = blocks.shape
+    rows, groups, size = blocks.shape
     method = _METHODS.get((spec.refine, spec.zero)) if spec.codes == "int4" else None
     if method is None:
         raise NotImplementedError(f"no refined scales for {spec}")
@@ -87,9 +87,8 @@ def choose(blocks: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
     zero = torch.empty_like(scale) if spec.zero else None
     if blocks.numel() == 0:
         return scale.fill_(_TINY), None if zero is None else zero.zero_()
-    buffers = torch.empty(
-        (_BUFFERS, _chunk_rows(tuple(blocks.shape)), *blocks.shape[1:]), dtype=torch.float32, device=blocks.device
-    )
+    shape = (_BUFFERS, _chunk_rows(rows, groups, size), groups, size)
+    buffers = torch.empty(shape, dtype=torch.float32, device=blocks.device)
     for start in range(0, rows, buffers.shape[1]):
         stop = min(start + buffers.shape[1], rows)
         chunk = _Chunk(*buffers[:, : stop - start])
@@ -107,12 +106,11 @@ def temporary_bytes(shape: tuple[int, int, int], spec: QuantSpec) -> int:
     """At most so many bytes does ``choose`` allocate for blocks of ``shape``, its results included."""
     rows, groups, size = shape
     results = 2 if spec.zero else 1
-    chunk = min(_chunk_rows(shape), rows) * groups
+    chunk = _chunk_rows(rows, groups, size) * groups
     return 4 * (results * rows * groups + chunk * (_BUFFERS * size + _GROUP_TEMPORARIES))
 
 
-def _chunk_rows(shape: tuple[int, ...]) -> int:
-    rows, groups, size = shape
+def _chunk_rows(rows: int, groups: int, size: int) -> int:
     return min(rows, max(1, CHUNK_BYTES // max(4 * groups * size, 1)))
 
 
@@ -165,8 +163,9 @@ def _where(chosen: Tensor, fit: _Fit, other: _Fit) -> _Fit:
 
 
 def _regress(chunk: _Chunk, mean: Tensor | None) -> tuple[_Fit, Tensor, Tensor]:
-    """The scale and zero with the least squared error for ``chunk.codes``, by how much they lower it
-    (against no scale at all), and whether they are admitted. ``mean`` is of the values, None if symmetric.
+    """The scale and zero with the least squared error for ``chunk.codes``; ``mean`` is of the values, if asymmetric.
+
+    Also by how much they lower it, against no scale at all, and whether they are admitted.
     """
     size = chunk.values.shape[-1]
     square = torch.mul(chunk.codes, chunk.codes, out=chunk.work).sum(-1)
@@ -192,7 +191,7 @@ def _refit(chunk: _Chunk, fit: _Fit, mean: Tensor | None) -> _Fit:
     return fit
 
 
-def _search(chunk: _Chunk, fit: _Fit, ranges: Iterator[_Fit], mean: Tensor | None) -> _Fit:
+def _search(chunk: _Chunk, fit: _Fit, ranges: Iterable[_Fit], mean: Tensor | None) -> _Fit:
     """The best fit that the codes under one of ``ranges`` have."""
     best = torch.zeros_like(fit.scale)
     for candidate in ranges:
@@ -216,7 +215,7 @@ def _clip_asymmetric(chunk: _Chunk, nearest: _Fit) -> _Fit:
     return _where(_squared_error(chunk, found) < _squared_error(chunk, nearest), found, nearest)
 
 
-def _ranges(chunk: _Chunk) -> Iterator[_Fit]:
+def _ranges(chunk: _Chunk) -> Iterable[_Fit]:
     """Parts of the range of each group; of values of one sign it reaches half-way to 0."""
     low, high = chunk.values.amin(-1), chunk.values.amax(-1)
     low, high = torch.minimum(low, high / 2), torch.maximum(high, low / 2)
@@ -242,8 +241,9 @@ def _hqq(chunk: _Chunk, nearest: _Fit) -> _Fit:
 
 
 def _root_error(chunk: _Chunk, fit: _Fit) -> Tensor:
-    """Sum of square roots of errors; leaves ``code - zero`` in ``codes``, errors in units of the scale in
-    ``work``, and the roots of their magnitudes in ``more``.
+    """Sum of the square roots of errors, for a step from here.
+
+    Leaves ``code - zero`` in ``codes``, errors in units of the scale in ``work``, their roots in ``more``.
     """
     assert fit.zero is not None
     scale, zero = fit.scale[..., None], fit.zero[..., None]
@@ -263,9 +263,8 @@ def _half_quadratic(chunk: _Chunk, fit: _Fit, beta: float) -> _Fit:
     size = chunk.values.shape[-1]
     codes, residual, limit = chunk.codes, chunk.work, chunk.more
     limit.mul_(beta).reciprocal_()
-    torch.minimum(limit, residual.abs(), out=limit)
-    residual.copysign_(residual)
-    torch.copysign(limit, residual, out=residual)
+    torch.minimum(residual, limit, out=residual)
+    torch.maximum(residual, limit.neg_(), out=residual)
     drift = residual.mean(-1)
     middle = codes.mean(-1)
     product = torch.mul(residual, codes, out=limit).sum(-1).sub_(drift * middle * size)

@@ -7,12 +7,12 @@ from functools import partial
 
 from torch import fx
 
+from fxquant.form import Form
 from fxquant.pass_manager import Pass, PassResult, run_passes
 from fxquant.passes.expand_weights import expand_weights
 from fxquant.passes.lower_to_target import lower_to_target
 from fxquant.passes.quantize_linear import quantize_linear
 from fxquant.passes.share_quantize_act import share_quantize_act
-from fxquant.form import Form
 from fxquant.target import Target
 
 NAMES = ("expand_weights", "quantize_linear", "share_quantize_act", "lower_to_target")

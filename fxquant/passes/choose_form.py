@@ -14,10 +14,10 @@ import torch
 from torch import fx
 
 from fxquant.config import Choice
+from fxquant.form import HOST, Form
 from fxquant.graph import target_name, value
 from fxquant.output_cuts import cuts_of
 from fxquant.passes.weight_uses import LinearUse, OtherUse, matmul_operands
-from fxquant.form import HOST, Form
 from fxquant.target import Layout, Refusal, Target
 
 
@@ -53,6 +53,8 @@ class Decision:
     reason: str
     asked: bool = False
     """Whether a scheme was asked for, so that staying float is a refusal."""
+    given: tuple[tuple[str, float], ...] = ()
+    """Values of constants of the form that are not made of the weight."""
     rejected: tuple[tuple[str, str], ...] = ()
     """Other layouts that the target could have taken, and why it did not."""
 
@@ -94,15 +96,21 @@ def choose_form(
         nz=layout.nz,
         parts_n=layout.parts_n,
         parts_k=layout.parts_k,
+        odd_k=scheme.weight.packed and shape[linears[0].k_axis] % 2 == 1,
     )
+    if form.given and choice.act_scale is None:
+        why = f"scheme {scheme.name} needs the scale of the activation: config={{name: {{'scheme': ..., 'act_scale': number}}}}"
+        return Decision(form=None, reason=why, asked=True)
     parts = [
         choice.reason,
         "[in, out] layout" if transposed else "",
         "exact float table kept for look-ups" if tied else "",
         layout.reason,
+        *(f"{name} {choice.act_scale:g}" for name in form.given),
     ]
     reason = ", ".join(part for part in parts if part)
-    return Decision(form=form, reason=reason, asked=True, rejected=layout.rejected)
+    given = tuple((name, choice.act_scale) for name in form.given if choice.act_scale is not None)
+    return Decision(form=form, reason=reason, asked=True, given=given, rejected=layout.rejected)
 
 
 def _layout(
@@ -130,4 +138,4 @@ def _layout(
         return Refusal(reason="the weight is empty")
     cuts = set.intersection(*(set(use.cuts) for use in linears))
     bias = next((use.bias for use in linears if use.bias is not None), None)
-    return target.lay_out("fxquant::scaled_mm", n=n, k=k, dtype=dtype, cuts=tuple(sorted(cuts)), bias=bias)
+    return target.lay_out(choice.scheme, n=n, k=k, dtype=dtype, cuts=tuple(sorted(cuts)), bias=bias)

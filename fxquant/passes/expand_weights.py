@@ -19,10 +19,10 @@ import torch
 from torch import fx
 
 from fxquant.errors import QuantizedWeightError
+from fxquant.form import Form
 from fxquant.graph import call, fake_mode_of, inserting_before, placeholders, value
 from fxquant.ops import dequantize_weight as _  # noqa: F401 - registers the dialect
 from fxquant.passes.weight_uses import OtherUse, weight_uses
-from fxquant.form import Form
 
 aten = torch.ops.aten
 

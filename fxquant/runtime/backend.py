@@ -15,12 +15,12 @@ from torch import Tensor, fx
 
 from fxquant.capture import normalize
 from fxquant.errors import CaptureError, QuantizedWeightError
+from fxquant.form import Form
 from fxquant.graph import placeholders
 from fxquant.pass_manager import trace
 from fxquant.passes import rewrite
 from fxquant.runtime.quantized_weight import QuantizedWeight
 from fxquant.runtime.state import RunState
-from fxquant.form import Form
 from fxquant.target import Target
 from fxquant.targets import BACKENDS, choose_target
 

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from fxquant.checkpoint import WeightConstants
 from fxquant.errors import ConfigError, QuantizedWeightError
+from fxquant.form import Form
 from fxquant.parameters import WeightGroup, owner_of, weight_groups
 from fxquant.runtime.quantized_weight import QuantizedWeight
 from fxquant.runtime.shell import Shell
-from fxquant.form import Form
 
 Held = dict[str, tuple[WeightGroup, Form | None, tuple[Tensor, ...]]]
 

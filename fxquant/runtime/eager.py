@@ -2,33 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from fxquant.passes.lower_to_target import resolve
 from fxquant.form import Form
+from fxquant.passes.lower_to_target import resolve
 from fxquant.targets import BACKENDS
 
+fxq = torch.ops.fxquant
 
-def quantized_linear(
-    x: Tensor, parts: Sequence[Tensor], scale: Tensor, bias: Tensor | None, form: Form, kernel: str
-) -> Tensor:
-    """``F.linear`` of ``x [..., K]`` with the codes that ``parts`` hold; the result has the dtype of ``x``.
 
-    ``kernel`` is the op that the plan chose for ``scaled_mm``; empty: the one of the device.
+class Weight(Protocol):
+    """What is needed of a quantized weight."""
+
+    form: Form
+    scale: Tensor
+    act_scale: Tensor | None
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """The constants that hold codes."""
+
+    @property
+    def whole(self) -> tuple[Tensor, ...]:
+        """The constants, with the codes in one part."""
+
+
+def quantized_linear(x: Tensor, weight: Weight, bias: Tensor | None, kernels: Mapping[str, str]) -> Tensor:
+    """``F.linear`` of ``x [..., K]`` with a quantized weight; the result has the dtype of ``x``.
+
+    ``kernels``: for dialect ops, those that the plan chose; others are the ones of the device.
     """
     dtype = x.dtype
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x = x.to(dtype)
-    name = _kernel(kernel, x.device.type)
+    scheme, spec = weight.form.quantized_as, str(weight.form.weight.plain)
+    name = _kernel(kernels.get(scheme.op, ""), scheme.op, x.device.type)
     op = resolve(name)
     if name.endswith("::linear"):
-        return op(x, list(parts), scale, bias, str(form), dtype)  # type: ignore[no-any-return]
-    x_codes, x_scale = torch.ops.fxquant.quantize_act(x, str(form.act))
-    return op(x_codes, whole_codes(parts, form), x_scale, scale, bias, dtype)  # type: ignore[no-any-return]
+        return op(x, list(weight.parts), weight.scale, bias, str(weight.form), dtype)  # type: ignore[no-any-return]
+    if scheme.act is None:
+        return op(x, list(weight.whole), spec, bias)  # type: ignore[no-any-return]
+    if scheme.act.static:
+        assert weight.act_scale is not None
+        x_codes = fxq.quantize_act_static(x, weight.act_scale, str(scheme.act))
+        x_scale = weight.act_scale.view([1] * x.dim())
+    else:
+        x_codes, x_scale = fxq.quantize_act(x, str(scheme.act))
+    if scheme.op == "fxquant::scaled_mm":
+        codes, scale = weight.whole
+        return op(x_codes, codes, x_scale, scale, bias, dtype)  # type: ignore[no-any-return]
+    return op(  # type: ignore[no-any-return]
+        x_codes, x_scale, str(scheme.act), list(weight.whole), spec, x.shape[-1], bias, dtype
+    )
 
 
 def whole_codes(parts: Sequence[Tensor], form: Form) -> Tensor:
@@ -41,10 +71,10 @@ def whole_codes(parts: Sequence[Tensor], form: Form) -> Tensor:
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
-def _kernel(planned: str, device_type: str) -> str:
+def _kernel(planned: str, op: str, device_type: str) -> str:
     """The planned op, or the device's own where the weights were moved to another device."""
     others = {f"fxquant_{backend}" for backend in BACKENDS if backend != device_type}
     if planned and planned.partition("::")[0] not in others:
         return planned
     make_target = BACKENDS.get(device_type)
-    return make_target().eager_kernel("fxquant::scaled_mm") if make_target else "fxquant::scaled_mm"
+    return (make_target().eager_kernel(op) if make_target else "") or op

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from fxquant import ops as _ops  # noqa: F401 - registers the dialect
+from fxquant.form import HOST
 from fxquant.runtime.quantized_weight import QuantizedWeight
 from fxquant.runtime.state import RunState
-from fxquant.form import HOST
 
 
 class HostWeight(QuantizedWeight):

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fxquant.capture import normalize
 from fxquant.config import QuantConfig, make_config
 from fxquant.errors import CaptureError, ConfigError, QuantizedWeightError
+from fxquant.form import Form
 from fxquant.graph import placeholders
 from fxquant.parameters import find_holders
 from fxquant.passes.choose_form import Use, choose_form
@@ -27,7 +28,6 @@ from fxquant.runtime.backend import Compiled, compile_graph, log, plain_fakes
 from fxquant.runtime.quantized_weight import QuantizedWeight, quantize_values
 from fxquant.runtime.shell import put_tensor
 from fxquant.runtime.state import RunState
-from fxquant.form import Form
 from fxquant.target import Target
 from fxquant.targets import choose_target
 
@@ -72,7 +72,7 @@ class LiveWeights:
         version = _version(parameter)
         if form not in known or known[form][0] != version:
             with torch.no_grad():
-                known[form] = (version, quantize_values(parameter, form))
+                known[form] = (version, tuple(quantize_values(parameter, form).values()))
         return known[form][1]
 
 

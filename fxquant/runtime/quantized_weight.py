@@ -21,10 +21,10 @@ from typing_extensions import Self
 
 from fxquant import numerics
 from fxquant.errors import QuantizedWeightError
+from fxquant.form import Form
 from fxquant.runtime.eager import quantized_linear, whole_codes
 from fxquant.runtime.read_only import check_not_written, frozen
 from fxquant.runtime.state import RunState
-from fxquant.form import Form
 
 aten = torch.ops.aten
 
@@ -37,13 +37,14 @@ NO_STORAGE = (
 class QuantizedWeight(Tensor):
     """Codes and scales in the place of a float weight. See the module's docstring.
 
-    Attributes: one for each constant of the form (``codes`` int8 ``[N, K]``, or its parts ``codes_0``,
-    ...; ``scale`` float32 ``[N, 1]``; ``table``, the exact floats, or None), ``form``, and ``state``,
+    Attributes: one for each constant of the form (``codes`` ``[N, K]``, or its parts ``codes_0``, ...;
+    ``scale``; what else the scheme has; ``table``, the exact floats, or None), ``form``, and ``state``,
     the counters of the model it belongs to.
     """
 
     codes: Tensor
     scale: Tensor
+    act_scale: Tensor | None
     table: Tensor | None
     form: Form
     state: RunState
@@ -70,7 +71,7 @@ class QuantizedWeight(Tensor):
         state: RunState | None = None,
     ) -> None:
         self.form = form
-        self.table = None
+        self.table = self.act_scale = None
         for name, part in zip(form.constants, constants, strict=True):
             setattr(self, name, part)
         self.state = state or RunState()
@@ -89,9 +90,16 @@ class QuantizedWeight(Tensor):
         """The constants that hold codes."""
         return tuple(getattr(self, name) for name in self.form.codes)
 
+    @property
+    def whole(self) -> tuple[Tensor, ...]:
+        """The constants of the weight alone, with its codes in one part, in the order of its spec."""
+        names = self.form.weight.names[1:]
+        return (self.whole_codes(), *(getattr(self, name) for name in names))
+
     def dequantize(self) -> Tensor:
         """A plain float tensor of the claimed shape and dtype: what the codes stand for."""
-        floats = numerics.dequantize_weight(self.whole_codes(), self.scale, self.dtype)
+        k = self.form.codes_shape(tuple(self.shape))[1]
+        floats = numerics.dequantize_weight(self.whole, self.form.weight, k, self.dtype)
         return floats.t() if self.form.transposed else floats
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, torch.dtype]]:
@@ -108,7 +116,8 @@ class QuantizedWeight(Tensor):
         """The same weight over other constants; a table follows ``dtype``."""
         dtype = dtype or self.dtype
         if self.form.table:
-            constants = (*constants[:-1], constants[-1].to(dtype))
+            named = zip(self.form.constants, constants, strict=True)
+            constants = tuple(part.to(dtype) if name == "table" else part for name, part in named)
         return QuantizedWeight(constants, self.form, dtype, self.state)
 
     def moved(self, place: torch.device) -> QuantizedWeight:
@@ -215,7 +224,7 @@ def _linear(input: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) 
             f"expected the input and the weight to have the same dtype, got {input.dtype} and {weight.dtype}"
         )
     weight.state.eager_linears += 1
-    return quantized_linear(input, weight.parts, weight.scale, bias, weight.form, weight.state.kernel)
+    return quantized_linear(input, weight, bias, weight.state.kernels)
 
 
 def _has_table(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -320,28 +329,31 @@ def _copy_(func: Any, weight: QuantizedWeight, source: Tensor, non_blocking: boo
     else:
         floats = source.dequantize() if isinstance(source, QuantizedWeight) else source
         values = floats.to(weight.dtype)
-        parts = (values,) if weight.form.host else quantize_values(values, weight.form)
+        made = {"value": values} if weight.form.host else quantize_values(values, weight.form)
+        parts = tuple(made.get(name, getattr(weight, name)) for name in weight.form.constants)
     for kept, new in zip(weight.constants, parts, strict=True):
         kept.copy_(new, non_blocking)
     return weight
 
 
-def quantize_values(values: Tensor, form: Form) -> tuple[Tensor, ...]:
-    """The constants of ``form`` for float ``values`` in the parameter's layout."""
+def quantize_values(values: Tensor, form: Form) -> dict[str, Tensor]:
+    """The constants of ``form`` for float ``values`` in the parameter's layout, but what was given."""
     rows = values.t() if form.transposed else values
-    codes, scale = numerics.quantize_weight(rows.detach(), form.weight)
-    n, k = codes.shape
-    parts = [codes[region] for region in form.regions(n, k)]
+    codes, *beside = numerics.quantize_weight(rows.detach(), form.weight)
+    parts = [codes[region] for region in form.code_regions(*rows.shape)]
     parts = [part.t().contiguous() if form.kn else part.contiguous() for part in parts]
-    return (*parts, scale, values.detach().clone()) if form.table else (*parts, scale)
+    found = dict(zip(form.codes, parts, strict=True))
+    found |= dict(zip(form.weight.names[1:], beside, strict=True))
+    return {**found, "table": values.detach().clone()} if form.table else found
 
 
 def whole_shape(constants: tuple[Tensor, ...], form: Form) -> tuple[int, int]:
     """N and K of the codes that ``constants`` hold."""
     width = max(len(form.parts_k), 1)
-    k_axis = 0 if form.kn else 1
-    scale = constants[len(form.codes)]
-    return scale.shape[0], sum(part.shape[k_axis] for part in constants[:width])
+    codes = constants[: len(form.codes)]
+    n_axis, k_axis = (1, 0) if form.kn else (0, 1)
+    columns = sum(part.shape[k_axis] for part in codes[:width])
+    return sum(part.shape[n_axis] for part in codes[::width]), form.features(columns)
 
 
 def _no_storage(func: Any, *args: Any, **kwargs: Any) -> NoReturn:

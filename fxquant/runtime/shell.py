@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fxquant.capture import quiet_fast_paths
 from fxquant.errors import QuantizedWeightError
+from fxquant.form import Form
 from fxquant.ops import FLOATS
 from fxquant.parameters import WeightGroup, owner_of
 from fxquant.runtime.backend import Compiled, ModelBackend
@@ -24,7 +25,6 @@ from fxquant.runtime.gate import Gate
 from fxquant.runtime.host_weight import HostWeight
 from fxquant.runtime.quantized_weight import QuantizedWeight, keep_out_of_dynamo
 from fxquant.runtime.state import RunState
-from fxquant.form import Form
 from fxquant.target import Target
 
 RECOMPILE_LIMIT = 32

@@ -15,7 +15,7 @@ class RunState:
     ``eager_linears`` quantized linear calls outside compiled graphs (same arithmetic);
     ``fallbacks`` uses that computed with float values of a quantized weight, by weight and op;
     ``unnormalized`` graphs that run without rewriting, with the reason (they call the eager ops);
-    ``kernel`` the op that the plan chose for quantized calls outside of graphs.
+    ``kernels`` for dialect ops, those that the plan chose for calls outside of graphs.
     """
 
     graphs: Counter[str] = field(default_factory=Counter)
@@ -24,17 +24,18 @@ class RunState:
     fallbacks: Counter[str] = field(default_factory=Counter)
     unnormalized: list[str] = field(default_factory=list)
     strict: bool = False
-    kernel: str = ""
+    kernels: dict[str, str] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, object]) -> RunState:
         """A copy of a model counts for itself, from zero."""
-        return cast("RunState", memo.setdefault(id(self), RunState(strict=self.strict, kernel=self.kernel)))
+        copied = RunState(strict=self.strict, kernels=dict(self.kernels))
+        return cast("RunState", memo.setdefault(id(self), copied))
 
-    def __reduce__(self) -> tuple[type[RunState], tuple[()], tuple[bool, str]]:
-        return RunState, (), (self.strict, self.kernel)
+    def __reduce__(self) -> tuple[type[RunState], tuple[()], tuple[bool, dict[str, str]]]:
+        return RunState, (), (self.strict, self.kernels)
 
-    def __setstate__(self, settings: tuple[bool, str]) -> None:
-        self.strict, self.kernel = settings
+    def __setstate__(self, settings: tuple[bool, dict[str, str]]) -> None:
+        self.strict, self.kernels = settings
 
     @property
     def recompiles(self) -> int:

@@ -14,7 +14,12 @@ from torch import Tensor
 
 from fxquant import numerics
 from fxquant.ops import fake_scaled_mm, no_gradient, scaled_mm_with
+from fxquant.scheme import SCHEMES, Scheme
 from fxquant.target import Kernel, Limit, Target
+
+
+def _sums(a_MK: Tensor, b_NK: Tensor) -> Tensor:
+    return _int_mm(a_MK, b_NK) if a_MK.dtype == torch.int8 else numerics.scaled_sums(a_MK, b_NK)
 
 
 def _int_mm(a_MK: Tensor, b_NK: Tensor) -> Tensor:
@@ -35,13 +40,14 @@ def scaled_mm(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """``fxquant::scaled_mm`` through oneDNN's int8 matmul (``torch._int_mm``)."""
-    return scaled_mm_with(_int_mm, x_codes, w_codes, x_scale, w_scale, bias, out_dtype)
+    return scaled_mm_with(_sums, x_codes, w_codes, x_scale, w_scale, bias, out_dtype)
 
 
 scaled_mm.register_fake(fake_scaled_mm)
 no_gradient(scaled_mm)
 
 
+@functools.cache
 def int_mm_fault() -> str | None:
     """Why ``torch._int_mm`` is not to be trusted in this process, or None where it is.
 
@@ -69,12 +75,30 @@ def int_mm_fault() -> str | None:
 @functools.cache
 def cpu_target() -> Target:
     """The table of this machine's CPU, after the self-test."""
-    fault = int_mm_fault()
-    if fault is None:
-        kernel = Kernel(op="fxquant_cpu::scaled_mm", reason="torch._int_mm passed its self-test")
-    else:
-        kernel = Kernel(op="fxquant::scaled_mm", reason=f"exact reference: {fault}")
     limit = Limit(
         op="fxquant::scaled_mm", axis="K", maximum=numerics.INT32_K, source="int32 sums of 127 * 127"
     )
-    return Target(name="cpu", device_type="cpu", kernels={"fxquant::scaled_mm": kernel}, limits=(limit,))
+    names = ("int8", "w4a8_g128", "int8_weight_only")  # of each op, one row
+    schemes = [SCHEMES[name] for name in names]
+    return Target(
+        name="cpu",
+        device_type="cpu",
+        kernels={scheme.op: cpu_kernel(scheme) for scheme in schemes},
+        limits=(limit,),
+        choose=cpu_kernel,
+    )
+
+
+def cpu_kernel(scheme: Scheme) -> Kernel:
+    """What multiplies with weights of ``scheme`` on this machine."""
+    if scheme.op == "fxquant::weight_only_mm":
+        return Kernel(op=scheme.op, reason="reference: values of rows at a time, then a float matmul")
+    if scheme.op == "fxquant::block_mm":
+        return Kernel(op=scheme.op, reason="reference: products of each block along K, scaled in float32")
+    assert scheme.weight is not None
+    if scheme.weight.type.is_float:
+        return Kernel(op=scheme.op, reason="reference: float8 codes multiplied in float32")
+    fault = int_mm_fault()
+    if fault is None:
+        return Kernel(op="fxquant_cpu::scaled_mm", reason="torch._int_mm passed its self-test")
+    return Kernel(op="fxquant::scaled_mm", reason=f"exact reference: {fault}")

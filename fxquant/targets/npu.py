@@ -16,6 +16,7 @@ from fxquant.errors import ConfigError, RefusedError
 from fxquant.graph import is_call, value
 from fxquant.numerics import INT32_K
 from fxquant.output_cuts import cuts_of
+from fxquant.scheme import SCHEMES, Scheme
 from fxquant.target import Kernel, Layout, Refusal, Target
 from fxquant.targets.npu_chip import NpuChip, choose_chip, parse_chip
 from fxquant.targets.npu_eager import compute_dtype  # and registers the op for calls outside of graphs
@@ -46,24 +47,39 @@ def npu_target(target: object = None, *, wide: str = "auto", weight_format: str 
         raise ConfigError(f"wide={wide!r}: expected one of {', '.join(POLICIES)}")
     chip = parse_chip(target) if isinstance(target, str) else choose_chip(target)
     ensure_schemas()
-    why = f"{chip.soc} with CANN {chip.cann_text}; rules not verified on hardware"
-    matmul = "npu::npu_quant_matmul_dequant" if chip.family == "310P" else "npu::npu_quant_matmul"
     policy: Policy = wide
+    matmul = npu_kernel(SCHEMES["int8"], chip)
+    assert isinstance(matmul, Kernel)
+    op = matmul.op
     return Target(
         name=str(chip),
         device_type="npu",
         kernels={
-            ACT: Kernel(op=matmul if chip.family == "310P" else "npu::npu_dynamic_quant", reason=why),
-            MM: Kernel(op=matmul, reason=why, eager="fxquant_npu::linear"),
+            ACT: Kernel(op=op if chip.family == "310P" else "npu::npu_dynamic_quant", reason=_why(chip)),
+            MM: matmul,
         },
         limits=(),
+        choose=functools.partial(npu_kernel, chip=chip),
         arrange=functools.partial(arrange, chip=chip, policy=policy, nz=weight_format == "nz"),
         lower=functools.partial(lower, chip=chip, policy=policy),
     )
 
 
+def _why(chip: NpuChip) -> str:
+    return f"{chip.soc} with CANN {chip.cann_text}; rules not verified on hardware"
+
+
+def npu_kernel(scheme: Scheme, chip: NpuChip) -> Kernel | Refusal:
+    """What multiplies with weights of ``scheme`` on ``chip``, or why nothing does."""
+    if scheme.name != "int8":
+        return Refusal(reason=f"scheme {scheme.name} is not lowered to the NPU yet")
+    op = "npu::npu_quant_matmul_dequant" if chip.family == "310P" else "npu::npu_quant_matmul"
+    return Kernel(op=op, reason=_why(chip), eager="fxquant_npu::linear")
+
+
 def arrange(
     *,
+    scheme: Scheme,  # noqa: ARG001 - all that are admitted lie the same way
     n: int,
     k: int,
     dtype: object,

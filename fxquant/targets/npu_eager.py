@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fxquant.form import Form
 from fxquant.numerics import INT32_K
 from fxquant.ops import no_gradient
-from fxquant.form import Form
 from fxquant.targets.npu_chip import choose_chip
 from fxquant.targets.npu_lowering import bounds
 from fxquant.targets.npu_wide import DEQUANT, decide

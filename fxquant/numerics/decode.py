@@ -1,0 +1,62 @@
+"""From constants back to floats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fxquant.numerics.blocks import chunk_rows, regions
+from fxquant.numerics.floats import e8m0_values
+from fxquant.numerics.packing import unpack
+from fxquant.scheme import FULL, QuantSpec
+
+
+def dequantize_weight(parts: Sequence[Tensor], spec: QuantSpec, k: int, dtype: torch.dtype) -> Tensor:
+    """Float weight ``[N, k]``: codes times scale in float32 (``(code - zero) * scale``), then cast."""
+    n = parts[0].shape[0]
+    out = torch.empty((n, k), dtype=dtype, device=parts[0].device)
+    step = chunk_rows((n, k), spec)
+    for start in range(0, n, step):
+        stop = min(start + step, n)
+        out[start:stop].copy_(float_rows(parts, spec, k, start, stop))
+    return out
+
+
+def float_rows(parts: Sequence[Tensor], spec: QuantSpec, k: int, start: int, stop: int) -> Tensor:
+    """Rows ``start`` to ``stop`` of a weight in float32; ``start`` is a multiple of a block's rows."""
+    scale = float_scale(parts, spec, start, stop)
+    zero = rows_of(parts[2], spec, start, stop) if spec.zero else None
+    values = code_values(parts[0][start:stop], spec, k)
+    apply_(values, spec, scale, zero)
+    return values
+
+
+def rows_of(grid: Tensor, spec: QuantSpec, start: int, stop: int) -> Tensor:
+    """The rows of scales or zeros that rows ``start`` to ``stop`` of codes have."""
+    side = spec.block[0]
+    return grid if side == FULL else grid[start // side : -(-stop // side)]
+
+
+def float_scale(parts: Sequence[Tensor], spec: QuantSpec, start: int, stop: int) -> Tensor:
+    """Float32 scales of rows of a weight; of two levels, their product."""
+    scale = rows_of(parts[1], spec, start, stop)
+    if spec.two_level:
+        return scale.to(torch.float32) * parts[2]
+    return e8m0_values(scale) if spec.scale == "e8m0" else scale
+
+
+def code_values(codes: Tensor, spec: QuantSpec, k: int) -> Tensor:
+    """What codes ``[..., k]`` stand for before the scale, a new float32 tensor."""
+    if spec.packed:
+        return unpack(codes, spec, k)
+    return codes.to(torch.float32)
+
+
+def apply_(values: Tensor, spec: QuantSpec, scale: Tensor, zero: Tensor | None = None) -> None:
+    """``(values - zero) * scale`` in place, ``[r, K]`` with a scale for each block."""
+    for grid, blocks in regions(values, spec):
+        if zero is not None:
+            blocks.sub_(zero[grid][:, None, :, None])
+        blocks.mul_(scale[grid][:, None, :, None])
