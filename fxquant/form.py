@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from dataclasses import dataclass
 
@@ -21,8 +22,9 @@ class Form:
     look-ups of an embedding that shares them with a quantized head. ``kn``: codes lie in memory as
     ``[K, N]``. ``nz``: on an NPU they are cast to FRACTAL_NZ, its blocked layout. ``parts_n`` and
     ``parts_k``: the sizes into which N and K are cut, each part a constant of its own (empty: one
-    part). ``odd_k``: K is odd, and the last byte of packed codes holds one. ``HOST`` is the form of a
-    float weight that stays in main memory and is copied to the device for each call.
+    part). ``odd_k``: K is odd, and the last byte of packed codes holds one. ``kernel``: the parameter is
+    that of a convolution, ``[N, K / prod(kernel), *kernel]``. ``HOST`` is the form of a float weight that
+    stays in main memory and is copied to the device for each call.
     """
 
     scheme: str
@@ -33,6 +35,7 @@ class Form:
     odd_k: bool = False
     parts_n: tuple[int, ...] = ()
     parts_k: tuple[int, ...] = ()
+    kernel: tuple[int, ...] = ()
 
     @property
     def host(self) -> bool:
@@ -101,8 +104,28 @@ class Form:
 
     def codes_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """N and K of a parameter of ``shape``."""
+        if self.kernel:
+            return shape[0], math.prod(shape[1:])
         n, k = shape[::-1] if self.transposed else shape
         return n, k
+
+    def own_shape(self, n: int, k: int) -> tuple[int, ...]:
+        """Shape of the parameter whose codes are ``[n, k]``."""
+        if self.kernel:
+            return (n, k // math.prod(self.kernel), *self.kernel)
+        return (k, n) if self.transposed else (n, k)
+
+    def as_matrix(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of the parameter's shape as ``[N, K]``."""
+        if self.kernel:
+            return values.reshape(values.shape[0], -1)
+        return values.t() if self.transposed else values
+
+    def as_parameter(self, values: torch.Tensor) -> torch.Tensor:
+        """The inverse of ``as_matrix``."""
+        if self.kernel:
+            return values.view(self.own_shape(*values.shape))
+        return values.t() if self.transposed else values
 
     def shapes(
         self, shape: tuple[int, ...], dtype: torch.dtype
@@ -131,7 +154,8 @@ class Form:
         )
         set_flags = {"t": self.transposed, "kn": self.kn, "nz": self.nz, "odd": self.odd_k}
         flags = "".join(f".{flag}" for flag, is_set in set_flags.items() if is_set)
-        return f"{self.scheme}{flags}{parts}{'+table' if self.table else ''}"
+        kernel = f".conv{'x'.join(map(str, self.kernel))}" if self.kernel else ""
+        return f"{self.scheme}{kernel}{flags}{parts}{'+table' if self.table else ''}"
 
     @staticmethod
     def parse(text: str) -> Form:
@@ -150,6 +174,7 @@ class Form:
             odd_k=bool(match["odd"]),
             parts_n=_sizes(match["n"]),
             parts_k=_sizes(match["k"]),
+            kernel=tuple(int(size) for size in match["kernel"].split("x")) if match["kernel"] else (),
         )
 
 
@@ -158,13 +183,14 @@ HOST = Form(scheme="none")
 
 _FORM = re.compile(
     r"(?P<scheme>[a-z0-9_]+(\(refine=[a-z]+\))?)"
+    r"(\.conv(?P<kernel>[1-9]\d{0,8}(x[1-9]\d{0,8}){0,2}))?"
     r"(?P<transposed>\.t)?(?P<kn>\.kn)?(?P<nz>\.nz)?(?P<odd>\.odd)?"
-    r"(/n:(?P<n>[\d,]+))?(/k:(?P<k>[\d,]+))?(?P<table>\+table)?"
+    r"(/n:(?P<n>\d{1,18}(,\d{1,18})*))?(/k:(?P<k>\d{1,18}(,\d{1,18})*))?(?P<table>\+table)?"
 )
 
 
 def _sizes(text: str | None) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(",") if part) if text else ()
+    return tuple(int(part) for part in text.split(",")) if text else ()
 
 
 def _slices(sizes: tuple[int, ...]) -> list[slice]:

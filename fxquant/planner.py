@@ -38,15 +38,14 @@ from fxquant.materialize.jobs import Schedule
 from fxquant.materialize.progress import Report
 from fxquant.materialize.recipes import LoadGraph
 from fxquant.materialize.schedule import Scheduler
-from fxquant.parameters import WeightGroup, owner_of, repair_buffers, weight_groups
-from fxquant.passes.choose_form import Decision, Use, choose_form, describe
+from fxquant.module_walk import embedding_names, walked_uses
+from fxquant.parameters import WeightGroup, repair_buffers, weight_groups
+from fxquant.passes.choose_form import CONVOLUTION, LOOKUP, Decision, Use, choose_form, describe
 from fxquant.passes.weight_uses import weight_uses
 from fxquant.plan import Plan, Stored, WeightPlan
 from fxquant.scheme import PRODUCTS, find_scheme
 from fxquant.stored import decide_stored, find_stored, match_stored
 from fxquant.target import Kernel, Target
-
-WALKED = "in no captured graph, planned by module walk"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +130,10 @@ def _make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request
         whole=request.whole,
     )
     uses = _uses(model, groups, capture)
-    decisions = {group.fqn: _decide(group, uses[group.fqn], checkpoint, request) for group in loaded}
+    decisions = {
+        group.fqn: _decide(group, uses[group.fqn], embedding_names(model, group.fqns), checkpoint, request)
+        for group in loaded
+    }
     _check_strict(decisions, request, capture)
     forms = {fqn: decision.form for fqn, decision in decisions.items() if decision.form is not None}
     graph = LoadGraph()
@@ -141,6 +143,7 @@ def _make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request
     scheduler = Scheduler(graph, checkpoint.infos if checkpoint else {})
     schedule = schedule_for(scheduler, checkpoint, request.device_type, request.load)
     rows = _rows(loaded, keymap, checkpoint, decisions, uses, scheduler, schedule)
+    rewrites = _rewrites(forms, uses)
     plan = Plan(
         backend=request.backend,
         target=request.target.name,
@@ -150,8 +153,8 @@ def _make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request
         capture=capture.how,
         weights=rows,
         order=tuple(dict.fromkeys(job.recipe.fqn for batch in schedule.batches for job in batch.jobs)),
-        kernels=_kernels(request.target, forms.values()),
-        rewrites={"linear": sum(use.k_axis is not None for fqn in forms for use in uses[fqn])},
+        kernels=_kernels(request.target, forms, uses, rewrites),
+        rewrites=rewrites,
         unmatched=request.config.unmatched(name for group in groups for name in group.fqns),
         extra=keymap.extra,
         notes=(*keymap.notes, *_run_notes(model, capture)),
@@ -251,36 +254,27 @@ def _uses(model: nn.Module, groups: tuple[WeightGroup, ...], capture: ModelCaptu
             name = captured.tensors.get(str(node.target))
             if name in canonical:
                 uses[canonical[name]] += [Use.of(use) for use in weight_uses(node)]
+    traced = bool(capture.graphs or capture.problems)
     for group in groups:
         if not uses[group.fqn]:
-            uses[group.fqn] = [use for name in group.fqns for use in _walked(model, name, capture)]
+            uses[group.fqn] = [use for name in group.fqns for use in walked_uses(model, name, traced=traced)]
     return uses
 
 
-def _walked(model: nn.Module, fqn: str, capture: ModelCapture) -> list[Use]:
-    """What a module walk knows of a parameter's use: linear-like owners and embeddings."""
-    owner, name = owner_of(model, fqn)
-    if name == "weight" and isinstance(owner, nn.Linear):
-        return [Use(op=f"nn.Linear ({WALKED})", k_axis=1)]
-    if name.endswith("proj_weight") and isinstance(owner, nn.MultiheadAttention):
-        return [Use(op=f"nn.MultiheadAttention ({WALKED})", k_axis=1)]
-    if name == "weight" and isinstance(owner, nn.Embedding):
-        return [Use(op="nn.Embedding", k_axis=None, refusal="embedding look-up", lookup=True)]
-    if name == "weight" and type(owner).__name__ == "Conv1D" and hasattr(owner, "nf"):
-        return [Use(op=f"Conv1D ({WALKED})", k_axis=0)]
-    traced = bool(capture.graphs or capture.problems)
-    why = "not in any captured graph" if traced else "pass example_inputs"
-    return [Use(op="unknown", k_axis=None, refusal=f"use unknown: {why}")]
-
-
-def _decide(group: WeightGroup, uses: list[Use], checkpoint: Checkpoint | None, request: Request) -> Decision:
+def _decide(
+    group: WeightGroup,
+    uses: list[Use],
+    embeddings: tuple[str, ...],
+    checkpoint: Checkpoint | None,
+    request: Request,
+) -> Decision:
     if group.is_buffer:
         return Decision(form=None, reason="buffer")
     if isinstance(checkpoint, ConstantsCheckpoint):
         stored = find_stored(group, checkpoint)
         assert stored is not None
-        return decide_stored(group, stored, checkpoint, request.target)
-    choice = request.config.choose(group.fqns)
+        return decide_stored(group, stored, uses, checkpoint, request.target)
+    choice = request.config.choose(group.fqns, embeddings)
     return choose_form(uses, tuple(group.tensor.shape), group.tensor.dtype, choice, request.target)
 
 
@@ -337,17 +331,36 @@ def _rows(
     return tuple(rows)
 
 
-def _kernels(target: Target, forms: Iterable[Form]) -> dict[str, dict[str, str]]:
-    """What runs each dialect op of the schemes in use, and why."""
+def _rewrites(forms: Mapping[str, Form], uses: Mapping[str, list[Use]]) -> dict[str, int]:
+    """How many uses compute with codes, by kind; linears always."""
+    held = [(form, use) for fqn, form in forms.items() for use in uses[fqn]]
+    lookups = sum(use.lookup and not (form.table or form.host) for form, use in held)
+    convolutions = sum(use.conv for _, use in held)
+    others = {"embedding": lookups, "convolution": convolutions}
+    linears = sum(use.k_axis is not None for _, use in held)
+    return {"linear": linears, **{kind: count for kind, count in others.items() if count}}
+
+
+def _kernels(
+    target: Target, forms: Mapping[str, Form], uses: Mapping[str, list[Use]], rewrites: Mapping[str, int]
+) -> dict[str, dict[str, str]]:
+    """What runs each dialect op in use, and why."""
+    multiplied = {
+        form.scheme
+        for fqn, form in forms.items()
+        if not (form.host or form.kernel or all(use.lookup for use in uses[fqn]))
+    }
     found: dict[str, dict[str, str]] = {}
-    for name in sorted({form.scheme for form in forms if not form.host}):
-        scheme = find_scheme(name)
+    for scheme in map(find_scheme, sorted(multiplied)):
         kernel = target.kernel_for(scheme)
         if isinstance(kernel, Kernel):
             found.setdefault(scheme.op, {"op": kernel.op, "reason": kernel.reason})
-    if found:
-        others = {op: k for op, k in target.kernels.items() if op not in PRODUCTS}
-        found |= {op: {"op": kernel.op, "reason": kernel.reason} for op, kernel in others.items()}
+    special = {LOOKUP: "embedding", CONVOLUTION: "convolution"}
+    others = [op for op in target.kernels if found and op not in (*PRODUCTS, *special)]
+    for op in (*others, *(op for op, kind in special.items() if kind in rewrites)):
+        kernel = target.kernel_of(op)
+        if isinstance(kernel, Kernel):
+            found[op] = {"op": kernel.op, "reason": kernel.reason}
     return found
 
 

@@ -287,6 +287,18 @@ SCHEMES: dict[str, Scheme] = {
     )
 }
 
+
+def weight_only(scheme: Scheme) -> Scheme | None:
+    """The scheme of the same weights for uses that do not quantize activations, if there is one."""
+    if scheme.act is None or scheme.weight is None:
+        return scheme
+    rows = (row for row in SCHEMES.values() if row.act is None and row.weight == scheme.weight.plain)
+    found = next(rows, None)
+    if found is None or not scheme.weight.refine:
+        return found
+    return find_scheme(f"{found.name}(refine={scheme.weight.refine})")
+
+
 _REFINED = re.compile(r"(?P<name>[a-z0-9_]+)\(refine=(?P<how>[a-z]+)\)")
 
 

@@ -90,8 +90,11 @@ class Target:
         """What multiplies with weights of ``scheme``, or why nothing does."""
         if self.choose is not None:
             return self.choose(scheme)
-        kernel = self.kernels.get(scheme.op)
-        return kernel if kernel is not None else Refusal(reason=f"target {self.name} has no {scheme.op}")
+        return self.kernel_of(scheme.op)
+
+    def kernel_of(self, op: str) -> Kernel | Refusal:
+        """What runs a dialect op, or that nothing does."""
+        return self.kernels.get(op) or Refusal(reason=f"target {self.name} has no {op}")
 
     def lay_out(
         self,

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from fxquant import ops as _ops  # noqa: F401 - registers the dialect
 from fxquant.capture import make_fake_mode
+from fxquant.errors import WeightMismatchError
 from fxquant.form import Form
 from fxquant.graph import dump, placeholders, value
 from fxquant.materialize.tiles import writes
@@ -146,6 +147,12 @@ def make_template(fqn: str, reads: Reads, *, dtype: torch.dtype, form: Form | No
         weight = reads.convert(*tensors[:plain]) if reads.convert else tensors[0]
         for key, other in zip(reads.keys[plain:], tensors[plain:], strict=True):
             fxq.check_same(weight, other, f"{fqn}: {reads.keys[0]} and {key}")
+        if form is not None and form.kernel and tuple(weight.shape[2:]) != form.kernel:
+            raise WeightMismatchError(
+                f"{fqn} is the weight of a convolution with a kernel of {list(form.kernel)}, the checkpoint "
+                f"gives {list(weight.shape)} (from {', '.join(reads.keys[:plain])}). Check that the model's "
+                "config belongs to this checkpoint."
+            )
         return _constants(weight, dtype, form)
 
     mode = make_fake_mode()
@@ -169,8 +176,7 @@ def _constants(weight: Tensor, dtype: torch.dtype, form: Form | None) -> tuple[T
     table = (weight.to(dtype),) if form.table else ()
     exact = torch.promote_types(weight.dtype, dtype) == dtype
     codes_source = weight if exact else weight.to(dtype)
-    codes_source = codes_source.t() if form.transposed else codes_source
-    return (*fxq.quantize_weight(codes_source, str(form.weight)), *table)
+    return (*fxq.quantize_weight(form.as_matrix(codes_source), str(form.weight)), *table)
 
 
 def result_vals(gm: fx.GraphModule) -> tuple[Tensor, ...]:

@@ -34,7 +34,7 @@ from fxquant.numerics.blocks import (
 )
 from fxquant.numerics.checks import check_act_spec, check_weight_spec
 from fxquant.numerics.compare import same_values
-from fxquant.numerics.decode import dequantize_weight
+from fxquant.numerics.decode import dequantize_weight, embedding_rows
 from fxquant.numerics.integers import scale_of
 from fxquant.numerics.matmul import (
     EXACT_K,
@@ -68,6 +68,7 @@ __all__ = [
     "check_weight_spec",
     "chunk_rows",
     "dequantize_weight",
+    "embedding_rows",
     "int_matmul",
     "known_constants",
     "quantize_act",

@@ -1,4 +1,4 @@
-"""The quantized linear outside of compiled graphs: the same ops that the graphs call."""
+"""Quantized calls outside of compiled graphs: the same ops that the graphs call."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fxquant import embedding_op as _embedding_op  # noqa: F401 - registers the op
 from fxquant.form import Form
 from fxquant.passes.lower_to_target import resolve
 from fxquant.targets import BACKENDS
@@ -59,6 +60,12 @@ def quantized_linear(x: Tensor, weight: Weight, bias: Tensor | None, kernels: Ma
     return op(  # type: ignore[no-any-return]
         x_codes, x_scale, str(scheme.act), list(weight.whole), spec, x.shape[-1], bias, dtype
     )
+
+
+def quantized_embedding(indices: Tensor, weight: Weight, k: int, dtype: torch.dtype) -> Tensor:
+    """Rows ``indices`` of a quantized weight ``[N, k]``, as floats of ``dtype``."""
+    spec = str(weight.form.weight.plain)
+    return fxq.embedding_dequant(indices, list(weight.whole), spec, k, dtype)  # type: ignore[no-any-return]
 
 
 def whole_codes(parts: Sequence[Tensor], form: Form) -> Tensor:
