@@ -132,7 +132,8 @@ def _table(
         why = kernel.reason if isinstance(kernel, Refusal) else ""
     if why:
         return True, f"exact float table kept for look-ups: {why}"
-    return False, f"look-ups use the codes: {choice.lookup_reason}"
+    same = choice.lookup_reason == choice.reason
+    return False, "look-ups use the codes too" + ("" if same else f": {choice.lookup_reason}")
 
 
 def _without_product(
