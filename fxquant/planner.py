@@ -63,6 +63,7 @@ class Request:
     dynamic: bool = True
     key_map: Mapping[str, str] | Callable[[str], str | None] | None = None
     strict: bool = False
+    rotate: bool = False
     disable_passes: tuple[str, ...] = ()
     whole: bool = False
     load: LoadOptions = field(default_factory=LoadOptions)
@@ -281,7 +282,9 @@ def _decide(group: WeightGroup, uses: list[Use], checkpoint: Checkpoint | None, 
         assert stored is not None
         return decide_stored(group, stored, checkpoint, request.target)
     choice = request.config.choose(group.fqns)
-    return choose_form(uses, tuple(group.tensor.shape), group.tensor.dtype, choice, request.target)
+    return choose_form(
+        uses, tuple(group.tensor.shape), group.tensor.dtype, choice, request.target, rotate=request.rotate
+    )
 
 
 def _check_strict(decisions: Mapping[str, Decision], request: Request, capture: ModelCapture) -> None:

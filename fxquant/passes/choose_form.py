@@ -16,6 +16,7 @@ from torch import fx
 from fxquant.config import Choice
 from fxquant.form import HOST, Form
 from fxquant.graph import target_name, value
+from fxquant.numerics import block_size
 from fxquant.output_cuts import cuts_of
 from fxquant.passes.weight_uses import LinearUse, OtherUse, matmul_operands
 from fxquant.target import Layout, Refusal, Target
@@ -66,9 +67,18 @@ def describe(uses: Sequence[Use]) -> tuple[str, ...]:
 
 
 def choose_form(
-    uses: Sequence[Use], shape: Sequence[int], dtype: torch.dtype, choice: Choice, target: Target
+    uses: Sequence[Use],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    choice: Choice,
+    target: Target,
+    *,
+    rotate: bool = False,
 ) -> Decision:
-    """The form of a parameter of ``shape`` and ``dtype`` with these ``uses``."""
+    """The form of a parameter of ``shape`` and ``dtype`` with these ``uses``.
+
+    ``rotate``: rotated along K, if K has a power of two in it.
+    """
     scheme = choice.scheme
     if scheme.weight is None:
         return Decision(form=None, reason=choice.reason)
@@ -88,6 +98,8 @@ def choose_form(
             form=HOST, reason=f"{choice.reason}, {layout.reason}", asked=True, rejected=layout.rejected
         )
     transposed = linears[0].k_axis == 0
+    k = shape[linears[0].k_axis or 0]
+    block = block_size(k) if rotate else 1
     form = Form(
         scheme=scheme.name,
         transposed=transposed,
@@ -96,7 +108,8 @@ def choose_form(
         nz=layout.nz,
         parts_n=layout.parts_n,
         parts_k=layout.parts_k,
-        odd_k=scheme.weight.packed and shape[linears[0].k_axis] % 2 == 1,
+        odd_k=scheme.weight.packed and k % 2 == 1,
+        rotated=block > 1,
     )
     if form.given and choice.act_scale is None:
         why = f"scheme {scheme.name} needs the scale of the activation: config={{name: {{'scheme': ..., 'act_scale': number}}}}"
@@ -105,6 +118,7 @@ def choose_form(
         choice.reason,
         "[in, out] layout" if transposed else "",
         "exact float table kept for look-ups" if tied else "",
+        f"rotated in blocks of {block}" if block > 1 else "not rotated: K is odd" if rotate else "",
         layout.reason,
         *(f"{name} {choice.act_scale:g}" for name in form.given),
     ]
