@@ -115,8 +115,9 @@ class Form:
         n, k = self.codes_shape(shape)
         whole = self.weight.constants(n, k)
         codes_dtype, _ = whole.pop("codes")
-        found = {
-            name: (codes_dtype, size) for name, size in zip(self.codes, self.part_shapes(n, k), strict=True)
+        sizes = self.part_shapes(n, k)
+        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            name: (codes_dtype, size) for name, size in zip(self.codes, sizes, strict=True)
         }
         found |= whole
         if self.table:
@@ -131,15 +132,9 @@ class Form:
             for axis, sizes in (("n", self.parts_n), ("k", self.parts_k))
             if sizes
         )
-        set_flags = {
-            "t": self.transposed,
-            "kn": self.kn,
-            "nz": self.nz,
-            "odd": self.odd_k,
-            "rot": self.rotated,
-        }
-        flags = "".join(f".{flag}" for flag, is_set in set_flags.items() if is_set)
-        return f"{self.scheme}{flags}{parts}{'+table' if self.table else ''}"
+        flags = {"t": self.transposed, "kn": self.kn, "nz": self.nz, "odd": self.odd_k, "rot": self.rotated}
+        text = "".join(f".{flag}" for flag, is_set in flags.items() if is_set)
+        return f"{self.scheme}{text}{parts}{'+table' if self.table else ''}"
 
     @staticmethod
     def parse(text: str) -> Form:

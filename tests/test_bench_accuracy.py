@@ -210,6 +210,8 @@ def test_a_config_that_is_refused_has_a_stand_in_and_tells_why(monkeypatch):
     class Library:
         @staticmethod
         def quantize_(model, config, _filter):
+            if config == "late":
+                model.first = RoundTrip(model.first, halved, None)
             raise AssertionError("no such device")
 
     monkeypatch.setitem(sys.modules, "torchao.quantization", Library())
@@ -220,8 +222,8 @@ def test_a_config_that_is_refused_has_a_stand_in_and_tells_why(monkeypatch):
     assert isinstance(model.second, RoundTrip)
     with pytest.raises(AssertionError, match="no such device"):
         torchao(lambda library: library)(Tiny(), TinySubject([]))  # type: ignore[arg-type]
-    with pytest.raises(AssertionError, match="no such device"):  # part of it is quantized already
-        torchao(lambda library: library, otherwise=stand_in)(model, TinySubject([]))  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="no such device"):  # a part is quantized already
+        torchao(lambda _library: "late", otherwise=stand_in)(Tiny(), TinySubject([]))  # type: ignore[arg-type]
 
 
 def test_every_scheme_and_every_peer_has_its_place():

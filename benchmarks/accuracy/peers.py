@@ -58,10 +58,11 @@ def torchao(
 
     def quantize(model: nn.Module, subject: Subject) -> str:
         library = import_module("torchao.quantization")
+        layers = list(linears(model))
         try:
             library.quantize_(model, make(import_module(module)), is_quantized)
         except (AssertionError, RuntimeError, ValueError, ImportError) as error:
-            touched = any(restored(layer) is not None for layer in linears(model).values())
+            touched = any(restored(model.get_submodule(fqn)) is not None for fqn in layers)
             if otherwise is None or touched:
                 raise
             otherwise(model, subject)

@@ -111,9 +111,6 @@ def choose_form(
         odd_k=scheme.weight.packed and k % 2 == 1,
         rotated=block > 1,
     )
-    if form.given and choice.act_scale is None:
-        why = f"scheme {scheme.name} needs the scale of the activation: config={{name: {{'scheme': ..., 'act_scale': number}}}}"
-        return Decision(form=None, reason=why, asked=True)
     parts = [
         choice.reason,
         "[in, out] layout" if transposed else "",
@@ -150,6 +147,12 @@ def _layout(
     n, k = shape[1 - k_axis], shape[k_axis]
     if n == 0 or k == 0:
         return Refusal(reason="the weight is empty")
+    act = choice.scheme.act
+    if act is not None and act.static and choice.act_scale is None:
+        return Refusal(
+            reason=f"scheme {choice.scheme.name} needs the scale of the activation; give it in a config "
+            "entry: {'scheme': ..., 'act_scale': number}"
+        )
     cuts = set.intersection(*(set(use.cuts) for use in linears))
     bias = next((use.bias for use in linears if use.bias is not None), None)
     return target.lay_out(choice.scheme, n=n, k=k, dtype=dtype, cuts=tuple(sorted(cuts)), bias=bias)

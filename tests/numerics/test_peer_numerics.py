@@ -61,14 +61,18 @@ def known_codes(w: Tensor, text: str, known: Tensor) -> Tensor:
     return codes
 
 
-def differing(ours: Tensor, theirs: Tensor, quotient: Tensor) -> int:
-    """How many codes differ; each must be next to a tie."""
+def few(kind: str) -> float:
+    """The part of codes that may be next to a tie: bfloat16 weights have many exact ones."""
+    return 3e-3 if kind == "bfloat16" else 1e-4
+
+
+def check_ties(ours: Tensor, theirs: Tensor, quotient: Tensor, kind: str) -> None:
+    """Codes that differ are few, and next to a tie."""
     off = ours.double() != theirs.double()
     assert ((ours.double() - theirs.double()).abs() <= 1).all()
     apart = (quotient[off] - quotient[off].floor() - 0.5).abs()
     assert (apart <= quotient[off].abs() * 2.0**-22).all()
-    assert off.sum() <= 4
-    return int(off.sum())
+    assert off.double().mean() < few(kind)
 
 
 def each(grid: Tensor, k: int = K) -> Tensor:
@@ -86,7 +90,7 @@ def test_int8_of_torchao(torchao: Any, kind: str) -> None:
     theirs = torchao.quantize_affine(w, (1, K), scale, zero, torch.int8, -127, 127)
     codes, own = numerics.quantize_weight(w, QuantSpec.parse("int8[1,*]"))
     assert torch.equal(own, scale.view(N, 1))
-    differing(codes, theirs, w.double() / each(own))
+    check_ties(codes, theirs, w.double() / each(own), kind)
 
 
 @kinds
@@ -97,7 +101,7 @@ def test_int4_of_torchao(torchao: Any, kind: str, group: int) -> None:
     scale, zero = torchao.choose_qparams_affine(w, symmetric, block, torch.int8, -7, 7, eps=1e-30)
     theirs = torchao.quantize_affine(w, block, scale, zero, torch.int8, -7, 7)
     scale = scale.view(N, -1)
-    differing(known_codes(w, f"int4[1,{group}]", scale), theirs, w.double() / each(scale))
+    check_ties(known_codes(w, f"int4[1,{group}]", scale), theirs, w.double() / each(scale), kind)
 
     uneven = torchao.MappingType.ASYMMETRIC
     scale, zero = torchao.choose_qparams_affine(w, uneven, block, torch.uint8, 0, 15, eps=1e-30)
@@ -108,7 +112,7 @@ def test_int4_of_torchao(torchao: Any, kind: str, group: int) -> None:
     quotient = w.double() / each(scale)
     off = ours.double() != theirs.double()
     assert ((quotient[off] - quotient[off].floor() - 0.5).abs() <= 2.0**-19).all()
-    assert off.sum() <= 4
+    assert off.double().mean() < few(kind)
 
 
 @kinds
@@ -150,7 +154,7 @@ def test_nvfp4_of_torchao(kind: str) -> None:
     same = (own_scale.float() == scale.view(N, -1).float()).repeat_interleave(8, 1)
     assert (own_scale.float() <= scale.view(N, -1).float())[~same[:, ::8]].all()
     off = (own_codes != codes) & same
-    assert off.sum() <= 4  # next to ties: they multiply by a reciprocal
+    assert off.double().mean() < few(kind)  # next to ties: they multiply by a reciprocal
     assert same.double().mean() > (0.6 if kind == "rows" else 0.999)
 
 
@@ -177,7 +181,7 @@ def test_integers_of_compressed_tensors(ct: Any, kind: str) -> None:
             off = ours.double() != theirs.double()
             quotient = w.double() / each(scale)
             assert ((quotient[off] - quotient[off].floor() - 0.5).abs() <= 2.0**-19).all()
-            assert off.sum() <= 4
+            assert off.double().mean() < few(kind)
     how = args(ct, num_bits=8, symmetric=True, strategy="channel")
     scale, zero = helpers.calculate_qparams(w.amin(1, keepdim=True), w.amax(1, keepdim=True), how)
     theirs = ct.quantize(w, scale, zero, how)
@@ -196,7 +200,15 @@ def test_floats_of_compressed_tensors(ct: Any, kind: str) -> None:
     assert torch.equal(own, scale)
     assert numerics.same_values(codes, theirs)
 
-    how = args(ct, num_bits=4, type="float", symmetric=True, strategy="tensor_group", group_size=16)
+    how = args(
+        ct,
+        num_bits=4,
+        type="float",
+        symmetric=True,
+        strategy="tensor_group",
+        group_size=16,
+        scale_dtype=torch.float8_e4m3fn,
+    )
     unit = helpers.generate_gparam(w.amin(), w.amax())  # 2688 / absmax: the inverse of ours
     blocks = w.view(N, -1, 16)
     scale, zero = helpers.calculate_qparams(blocks.amin(-1), blocks.amax(-1), how, global_scale=unit)
@@ -209,7 +221,7 @@ def test_floats_of_compressed_tensors(ct: Any, kind: str) -> None:
     assert same.double().mean() > 0.999
     values = unpack(own_codes, spec, K)
     off = (values.double() != theirs.double()) & same.repeat_interleave(16, 1)
-    assert off.sum() <= 4
+    assert off.double().mean() < few(kind)
 
 
 def decibels(w: Tensor, got: Tensor) -> float:
@@ -312,11 +324,13 @@ def test_exactness_beside_quanto(name: str) -> None:
     if name == "qint4":
         text, optimizer = "int4[1,128]zp", quanto.MaxOptimizer()
         scale, shift = optimizer(w, kind, 0, 128)
-        theirs = quanto.quantize_weight(w, kind, 0, scale, shift, 128)
+        # Their tensor of 4 bits would build an extension: the op, and its inverse by hand.
+        codes = torch.ops.quanto.quantize_affine(w, 4, 0, 128, scale, shift)
+        values = (codes * scale - shift).view(w.shape)
     else:
         text = "int8[1,*]" if name == "qint8" else "e4m3[1,*]"
-        theirs = quanto.quantize_weight(w, kind, 0, quanto.AbsmaxOptimizer()(w, kind, 0))
-    got = decibels(w, theirs.dequantize())
+        values = quanto.quantize_weight(w, kind, 0, quanto.AbsmaxOptimizer()(w, kind, 0)).dequantize()
+    got = decibels(w, values)
     print(f"{text}: {ours(w, text):.2f} dB, quanto {got:.2f} dB")
     # Shifts of quanto are floats and its ranges need not have 0: up to half a step of 1/15 more.
     assert ours(w, text) >= got - (0.7 if name == "qint4" else slack(text))
