@@ -23,8 +23,9 @@ class Form:
     ``[K, N]``. ``nz``: on an NPU they are cast to FRACTAL_NZ, its blocked layout. ``parts_n`` and
     ``parts_k``: the sizes into which N and K are cut, each part a constant of its own (empty: one
     part). ``odd_k``: K is odd, and the last byte of packed codes holds one. ``kernel``: the parameter is
-    that of a convolution, ``[N, K / prod(kernel), *kernel]``. ``HOST`` is the form of a float weight that
-    stays in main memory and is copied to the device for each call.
+    that of a convolution, ``[N, K / prod(kernel), *kernel]``. ``rotated``: the codes are of the weight
+    rotated along K, and activations are rotated before they meet it. ``HOST`` is the form of a float
+    weight that stays in main memory and is copied to the device for each call.
     """
 
     scheme: str
@@ -33,6 +34,7 @@ class Form:
     kn: bool = False
     nz: bool = False
     odd_k: bool = False
+    rotated: bool = False
     parts_n: tuple[int, ...] = ()
     parts_k: tuple[int, ...] = ()
     kernel: tuple[int, ...] = ()
@@ -136,8 +138,9 @@ class Form:
         n, k = self.codes_shape(shape)
         whole = self.weight.constants(n, k)
         codes_dtype, _ = whole.pop("codes")
-        found = {
-            name: (codes_dtype, size) for name, size in zip(self.codes, self.part_shapes(n, k), strict=True)
+        sizes = self.part_shapes(n, k)
+        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            name: (codes_dtype, size) for name, size in zip(self.codes, sizes, strict=True)
         }
         found |= whole
         if self.table:
@@ -152,10 +155,10 @@ class Form:
             for axis, sizes in (("n", self.parts_n), ("k", self.parts_k))
             if sizes
         )
-        set_flags = {"t": self.transposed, "kn": self.kn, "nz": self.nz, "odd": self.odd_k}
-        flags = "".join(f".{flag}" for flag, is_set in set_flags.items() if is_set)
+        flags = {"t": self.transposed, "kn": self.kn, "nz": self.nz, "odd": self.odd_k, "rot": self.rotated}
+        text = "".join(f".{flag}" for flag, is_set in flags.items() if is_set)
         kernel = f".conv{'x'.join(map(str, self.kernel))}" if self.kernel else ""
-        return f"{self.scheme}{kernel}{flags}{parts}{'+table' if self.table else ''}"
+        return f"{self.scheme}{kernel}{text}{parts}{'+table' if self.table else ''}"
 
     @staticmethod
     def parse(text: str) -> Form:
@@ -172,6 +175,7 @@ class Form:
             kn=bool(match["kn"]),
             nz=bool(match["nz"]),
             odd_k=bool(match["odd"]),
+            rotated=bool(match["rot"]),
             parts_n=_sizes(match["n"]),
             parts_k=_sizes(match["k"]),
             kernel=tuple(int(size) for size in match["kernel"].split("x")) if match["kernel"] else (),
@@ -184,7 +188,7 @@ HOST = Form(scheme="none")
 _FORM = re.compile(
     r"(?P<scheme>[a-z0-9_]+(\(refine=[a-z]+\))?)"
     r"(\.conv(?P<kernel>[1-9]\d{0,8}(x[1-9]\d{0,8}){0,2}))?"
-    r"(?P<transposed>\.t)?(?P<kn>\.kn)?(?P<nz>\.nz)?(?P<odd>\.odd)?"
+    r"(?P<transposed>\.t)?(?P<kn>\.kn)?(?P<nz>\.nz)?(?P<odd>\.odd)?(?P<rot>\.rot)?"
     r"(/n:(?P<n>\d{1,18}(,\d{1,18})*))?(/k:(?P<k>\d{1,18}(,\d{1,18})*))?(?P<table>\+table)?"
 )
 

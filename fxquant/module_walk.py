@@ -21,22 +21,31 @@ def walked_uses(model: nn.Module, fqn: str, *, traced: bool) -> list[Use]:
     """Uses of a parameter after its owner: linear-like modules, embeddings, convolutions."""
     owner, name = owner_of(model, fqn)
     kind = type(owner).__name__
-    if name == "weight" and isinstance(owner, nn.Linear):
-        return [Use(op=f"nn.Linear ({WALKED})", k_axis=1)]
     if name.endswith("proj_weight") and isinstance(owner, nn.MultiheadAttention):
         return [Use(op=f"nn.MultiheadAttention ({WALKED})", k_axis=1)]
-    if name == "weight" and isinstance(owner, nn.Embedding):
-        return [_embedding(owner)]
-    if name == "weight" and isinstance(owner, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-        return [Use(op=f"nn.{kind} ({WALKED})", k_axis=None, refusal="convolution", conv=True)]
-    if name == "weight" and kind == "Conv1D" and hasattr(owner, "nf"):
-        return [Use(op=f"Conv1D ({WALKED})", k_axis=0)]
-    if name == "weight" and isinstance(owner, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)):
-        return [Use(op=f"nn.{kind}", k_axis=None, refusal="used by a transposed convolution")]
-    if name == "weight" and isinstance(owner, nn.EmbeddingBag):
-        return [Use(op="nn.EmbeddingBag", k_axis=None, refusal="used by an embedding bag, which sums rows")]
+    if name != "weight":
+        return [_unknown(traced=traced)]
+    match owner:
+        case nn.Linear():
+            use = Use(op=f"nn.Linear ({WALKED})", k_axis=1)
+        case nn.Embedding():
+            use = _embedding(owner)
+        case nn.EmbeddingBag():
+            use = Use(op="nn.EmbeddingBag", k_axis=None, refusal="used by an embedding bag, which sums rows")
+        case nn.Conv1d() | nn.Conv2d() | nn.Conv3d():
+            use = Use(op=f"nn.{kind} ({WALKED})", k_axis=None, refusal="convolution", conv=True)
+        case nn.ConvTranspose1d() | nn.ConvTranspose2d() | nn.ConvTranspose3d():
+            use = Use(op=f"nn.{kind}", k_axis=None, refusal="used by a transposed convolution")
+        case _ if kind == "Conv1D" and hasattr(owner, "nf"):
+            use = Use(op=f"Conv1D ({WALKED})", k_axis=0)
+        case _:
+            use = _unknown(traced=traced)
+    return [use]
+
+
+def _unknown(*, traced: bool) -> Use:
     why = "not in any captured graph" if traced else "pass example_inputs"
-    return [Use(op="unknown", k_axis=None, refusal=f"use unknown: {why}")]
+    return Use(op="unknown", k_axis=None, refusal=f"use unknown: {why}")
 
 
 def _embedding(owner: nn.Embedding) -> Use:

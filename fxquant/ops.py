@@ -306,6 +306,28 @@ def _(weight: Sequence[Tensor], spec: str, k: int, dtype: torch.dtype) -> Tensor
     return torch.empty((weight[0].shape[0], k), dtype=dtype, device=weight[0].device)
 
 
+@torch.library.custom_op("fxquant::hadamard", mutates_args=())
+def hadamard(x: Tensor, block: int) -> Tensor:
+    """``x [..., K]`` rotated by a Hadamard matrix in blocks along K; computed in float32, in x's dtype.
+
+    Its own inverse, and its own transpose: rotated activations times rotated weights are the product.
+    """
+    _check_hadamard(x, block)
+    return numerics.hadamard(x, block).to(x.dtype)
+
+
+def _check_hadamard(x: Tensor, block: int) -> None:
+    _require(x.dim() >= 1 and x.dtype in FLOATS, f"hadamard takes {FLOATS} [..., K], got {x.dtype} {x.shape}")
+    _require(block > 0 and block & (block - 1) == 0, f"a block must be a power of two, got {block}")
+    _require(x.shape[-1] % block == 0, f"blocks of {block} do not divide K = {x.shape[-1]}")
+
+
+@hadamard.register_fake
+def _(x: Tensor, block: int) -> Tensor:
+    _check_hadamard(x, block)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
 @torch.library.custom_op("fxquant::fetch", mutates_args=())
 def fetch(value: Tensor, device: str) -> Tensor:
     """A copy of a weight in main memory on ``device``, for the ops that follow."""
@@ -347,6 +369,7 @@ for _op in (
     weight_only_mm,
     quantize_weight,
     dequantize_weight,
+    hadamard,
     fetch,
 ):
     no_gradient(_op)

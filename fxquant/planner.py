@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -62,6 +62,7 @@ class Request:
     dynamic: bool = True
     key_map: Mapping[str, str] | Callable[[str], str | None] | None = None
     strict: bool = False
+    rotate: bool = False
     disable_passes: tuple[str, ...] = ()
     whole: bool = False
     load: LoadOptions = field(default_factory=LoadOptions)
@@ -131,7 +132,7 @@ def _make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request
     )
     uses = _uses(model, groups, capture)
     decisions = {
-        group.fqn: _decide(group, uses[group.fqn], embedding_names(model, group.fqns), checkpoint, request)
+        group.fqn: _decide(model, group, keymap.entries[group.fqn], uses[group.fqn], checkpoint, request)
         for group in loaded
     }
     _check_strict(decisions, request, capture)
@@ -155,7 +156,7 @@ def _make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request
         order=tuple(dict.fromkeys(job.recipe.fqn for batch in schedule.batches for job in batch.jobs)),
         kernels=_kernels(request.target, forms, uses, rewrites),
         rewrites=rewrites,
-        unmatched=request.config.unmatched(name for group in groups for name in group.fqns),
+        unmatched=request.config.unmatched(_names(groups, keymap)),
         extra=keymap.extra,
         notes=(*keymap.notes, *_run_notes(model, capture)),
         predicted_peak=schedule.peak,
@@ -234,6 +235,15 @@ def _repaired(
     return weight_groups(model), keymap
 
 
+def _names(groups: Iterable[WeightGroup], keymap: KeyMap) -> Iterator[str]:
+    """What patterns may match: names of the model, and of the parts of weights that are put together."""
+    for group in groups:
+        yield from group.fqns
+    for entry in keymap.entries.values():
+        if len(entry.keys) > 1:
+            yield from entry.keys
+
+
 def _own_entry(group: WeightGroup, request: Request) -> KeyEntry:
     """An entry for a source whose keys are not known yet: the user's key, else the model's name."""
     key_map = request.key_map
@@ -262,9 +272,10 @@ def _uses(model: nn.Module, groups: tuple[WeightGroup, ...], capture: ModelCaptu
 
 
 def _decide(
+    model: nn.Module,
     group: WeightGroup,
+    entry: KeyEntry,
     uses: list[Use],
-    embeddings: tuple[str, ...],
     checkpoint: Checkpoint | None,
     request: Request,
 ) -> Decision:
@@ -274,8 +285,10 @@ def _decide(
         stored = find_stored(group, checkpoint)
         assert stored is not None
         return decide_stored(group, stored, uses, checkpoint, request.target)
-    choice = request.config.choose(group.fqns, embeddings)
-    return choose_form(uses, tuple(group.tensor.shape), group.tensor.dtype, choice, request.target)
+    choice = request.config.choose_for_parts(group.fqns, entry.keys, embedding_names(model, group.fqns))
+    return choose_form(
+        uses, tuple(group.tensor.shape), group.tensor.dtype, choice, request.target, rotate=request.rotate
+    )
 
 
 def _check_strict(decisions: Mapping[str, Decision], request: Request, capture: ModelCapture) -> None:

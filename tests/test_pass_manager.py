@@ -67,7 +67,9 @@ def test_rewrites_are_counted() -> None:
     gm = captured()
     assert counts(gm) == (4, 0, 0, 0)
     results = rewrite(gm, FORMS, TARGET)
-    assert {result.name: result.rewrites for result in results} == dict(zip(NAMES, (3, 3, 0, 2, 3), strict=True))
+    assert {result.name: result.rewrites for result in results} == dict(
+        zip(NAMES, (3, 3, 0, 2, 3), strict=True)
+    )
     assert counts(gm) == (1, 1, 0, 3)
     assert [result.rewrites for result in rewrite(captured(), {}, TARGET)] == [0] * 5
 

@@ -90,7 +90,7 @@ def header(args: argparse.Namespace, digest: str) -> str:
             "SmolLM2-135M-Instruct in bf16, its tied head and embedding float: the first",
             f"{args.tokens} tokens of pydoc_data.topics (sha256 `{digest}`) in windows of {args.context}.",
             f"all-MiniLM-L6-v2 in float32, {args.sentences} sentences. Scales of static activations:",
-            f"absmax / 127 over the {WINDOWS} windows behind the measured text, for MiniLM over {PIECES} pieces of it.",
+            f"absmax / 127 over {WINDOWS} windows behind the measured text, and over {PIECES} pieces of it.",
         )
     )
 

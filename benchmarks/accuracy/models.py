@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel
 
-from benchmarks.perplexity import build_float, corpus, encode, perplexity, sha256
+from benchmarks.perplexity import build_empty, build_float, corpus, encode, perplexity, sha256
 from benchmarks.sentence_cosine import cosines
 from examples import sentence_embeddings, smollm2
 from examples.sentence_embeddings import SENTENCES, embed, load_float
@@ -69,9 +69,7 @@ class Smollm2:
 
     def empty(self) -> nn.Module:
         """The model without weights."""
-        config = AutoConfig.from_pretrained(self.folder)
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        return model.eval()
+        return build_empty(self.where())
 
     def where(self) -> Path:
         """The folder of the checkpoint."""

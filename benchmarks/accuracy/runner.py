@@ -7,6 +7,7 @@ import os
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from benchmarks.accuracy.records import MINILM, SMOLLM2, Record
 from benchmarks.loading.models import ROOT
@@ -71,9 +72,9 @@ def _complete(case: str, output: str, reason: str) -> list[Record]:
     return [found.get(record.model, record) for record in failed(case, reason)]
 
 
-def _record(data: dict[str, object]) -> Record:
-    texts = {name: _clean(str(data[name])) for name in ("reason", "note") if name in data}
-    return Record(**Record.known({**data, **texts}))
+def _record(data: dict[str, Any]) -> Record:
+    texts: dict[str, Any] = {name: _clean(data[name]) for name in ("reason", "note") if name in data}
+    return Record(**Record.known(data | texts))
 
 
 def _clean(text: str) -> str:

@@ -187,7 +187,9 @@ def expected_constants(
 def _check_convolution(form: Form, shape: tuple[int, ...]) -> None:
     if shape[2:] != form.kernel:
         raise ConfigError(f"the kernel of the form {str(form)!r} is not that of the shape {list(shape)}")
-    turned = form.transposed or form.kn or form.nz or form.parts_n or form.parts_k or form.table
+    turned = (
+        form.transposed or form.kn or form.nz or form.parts_n or form.parts_k or form.table or form.rotated
+    )
     if turned or form.act is not None:
         raise ConfigError(f"a convolution cannot have the form {str(form)!r}")
 

@@ -21,6 +21,7 @@ from fxquant.errors import WeightMismatchError
 from fxquant.form import Form
 from fxquant.graph import dump, placeholders, value
 from fxquant.materialize.tiles import writes
+from fxquant.numerics import block_size
 
 fxq = torch.ops.fxquant
 
@@ -176,7 +177,10 @@ def _constants(weight: Tensor, dtype: torch.dtype, form: Form | None) -> tuple[T
     table = (weight.to(dtype),) if form.table else ()
     exact = torch.promote_types(weight.dtype, dtype) == dtype
     codes_source = weight if exact else weight.to(dtype)
-    return (*fxq.quantize_weight(form.as_matrix(codes_source), str(form.weight)), *table)
+    codes_source = form.as_matrix(codes_source)
+    if form.rotated:
+        codes_source = fxq.hadamard(codes_source.to(torch.float32), block_size(codes_source.shape[1]))
+    return (*fxq.quantize_weight(codes_source, str(form.weight)), *table)
 
 
 def result_vals(gm: fx.GraphModule) -> tuple[Tensor, ...]:

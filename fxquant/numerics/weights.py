@@ -125,11 +125,11 @@ def temporary_bytes(shape: tuple[int, ...], spec: QuantSpec) -> int:
     if n == 0 or k == 0:
         return 0
     rows = min(chunk_rows((n, k), spec), n)
-    size = 64 + math.prod(spec.grid(rows, k)) * (24 if spec.zero else 16)
+    size = 64 + 12 * math.prod(spec.grid(rows, k))
     if spec.codes == "e2m1":
-        size += min(PIECE_BYTES, 9 * rows * k)
+        size += min(PIECE_BYTES, 12 * rows * k)
     if _needs_scan((n, k), spec):
-        size += 8 * math.prod(scan_shape((n, k), spec))
+        size += 12 * math.prod(scan_shape((n, k), spec))
     if spec.refine:
         size += _refine_bytes(rows, k, spec)
     return size
@@ -166,6 +166,11 @@ def _divide_chunk(
     chunk: Tensor, start: int, spec: QuantSpec, outs: Sequence[Writable], known: Tensor | None = None
 ) -> None:
     """Divide a chunk by its scales in place, and write the scales that are found."""
+    if known is None and _bounded(spec) and spec.block == (1, FULL):
+        scale = cast("Tensor", outs[1])[start : start + chunk.shape[0]]
+        torch.maximum(chunk.amax(1, keepdim=True), chunk.amin(1, keepdim=True).neg_(), out=scale)
+        chunk.div_(scale_of(scale, spec.top))
+        return
     for grid, blocks in regions(chunk, spec, start):
         if known is not None and not spec.two_level:
             divide_(blocks, known_scales(known, spec, grid))

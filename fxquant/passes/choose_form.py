@@ -17,6 +17,7 @@ from torch import fx
 from fxquant.config import Choice
 from fxquant.form import HOST, Form
 from fxquant.graph import target_name, value
+from fxquant.numerics import block_size
 from fxquant.output_cuts import cuts_of
 from fxquant.passes.weight_uses import LinearUse, OtherUse, matmul_operands
 from fxquant.scheme import SCHEMES, Scheme, weight_only
@@ -72,9 +73,18 @@ def describe(uses: Sequence[Use]) -> tuple[str, ...]:
 
 
 def choose_form(
-    uses: Sequence[Use], shape: Sequence[int], dtype: torch.dtype, choice: Choice, target: Target
+    uses: Sequence[Use],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    choice: Choice,
+    target: Target,
+    *,
+    rotate: bool = False,
 ) -> Decision:
-    """The form of a parameter of ``shape`` and ``dtype`` with these ``uses``."""
+    """The form of a parameter of ``shape`` and ``dtype`` with these ``uses``.
+
+    ``rotate``: rotated along K, if K has a power of two in it.
+    """
     scheme = choice.scheme
     if scheme.weight is None:
         return Decision(form=None, reason=choice.reason)
@@ -92,7 +102,11 @@ def choose_form(
             form=HOST, reason=f"{choice.reason}, {layout.reason}", asked=True, rejected=layout.rejected
         )
     transposed = linears[0].k_axis == 0
-    table, why_table = _table(lookups, choice, layout, target, transposed=transposed)
+    k = shape[linears[0].k_axis or 0]
+    block = block_size(k) if rotate else 1
+    turned = transposed or layout.kn or layout.parts_n or layout.parts_k
+    lying = "codes do not lie as rows" if turned else "the codes are rotated" if block > 1 else ""
+    table, why_table = _table(lookups, choice, target, lying)
     form = Form(
         scheme=scheme.name,
         transposed=transposed,
@@ -101,15 +115,14 @@ def choose_form(
         nz=layout.nz,
         parts_n=layout.parts_n,
         parts_k=layout.parts_k,
-        odd_k=scheme.weight.packed and shape[linears[0].k_axis] % 2 == 1,
+        odd_k=scheme.weight.packed and k % 2 == 1,
+        rotated=block > 1,
     )
-    if form.given and choice.act_scale is None:
-        why = f"scheme {scheme.name} needs the scale of the activation: config={{name: {{'scheme': ..., 'act_scale': number}}}}"
-        return Decision(form=None, reason=why, asked=True)
     parts = [
         choice.reason,
         "[in, out] layout" if transposed else "",
         why_table,
+        f"rotated in blocks of {block}" if block > 1 else "not rotated: K is odd" if rotate else "",
         layout.reason,
         *(f"{name} {choice.act_scale:g}" for name in form.given),
     ]
@@ -118,15 +131,14 @@ def choose_form(
     return Decision(form=form, reason=reason, asked=True, given=given, rejected=layout.rejected)
 
 
-def _table(
-    lookups: Sequence[Use], choice: Choice, layout: Layout, target: Target, *, transposed: bool
-) -> tuple[bool, str]:
-    """Whether look-ups of a tied weight keep the exact floats, and what the plan says about it."""
+def _table(lookups: Sequence[Use], choice: Choice, target: Target, lying: str) -> tuple[bool, str]:
+    """Whether look-ups of a tied weight keep the exact floats, and what the plan says about it.
+
+    ``lying``: why rows cannot be looked up in the codes; empty where they can.
+    """
     if not lookups:
         return False, ""
-    why = choice.exact_lookups
-    if not why and (layout.kn or layout.parts_n or layout.parts_k or transposed):
-        why = "codes do not lie as rows"
+    why = choice.exact_lookups or lying
     if not why:
         kernel = target.kernel_of(LOOKUP)
         why = kernel.reason if isinstance(kernel, Refusal) else ""
@@ -205,6 +217,12 @@ def _layout(
     n, k = shape[1 - k_axis], shape[k_axis]
     if n == 0 or k == 0:
         return Refusal(reason="the weight is empty")
+    act = choice.scheme.act
+    if act is not None and act.static and choice.act_scale is None:
+        return Refusal(
+            reason=f"scheme {choice.scheme.name} needs the scale of the activation; give it in a config "
+            "entry: {'scheme': ..., 'act_scale': number}"
+        )
     cuts = set.intersection(*(set(use.cuts) for use in linears))
     bias = next((use.bias for use in linears if use.bias is not None), None)
     return target.lay_out(choice.scheme, n=n, k=k, dtype=dtype, cuts=tuple(sorted(cuts)), bias=bias)

@@ -23,6 +23,7 @@ from torch import fx
 from fxquant.errors import QuantizedWeightError
 from fxquant.form import Form
 from fxquant.graph import call, fake_mode_of, inserting_before, placeholders, value
+from fxquant.numerics import block_size
 from fxquant.ops import dequantize_weight as _  # noqa: F401 - registers the dialect
 from fxquant.passes.weight_uses import LinearUse, OtherUse, weight_uses
 
@@ -107,4 +108,5 @@ def _floats(gm: fx.GraphModule, parts: dict[str, fx.Node], form: Form, node: fx.
     anchor.meta["act_scale"] = parts.get("act_scale")
     if form.kernel:
         return call(gm, aten.view.default, (anchor, list(val.shape)))
-    return call(gm, aten.t.default, (anchor,)) if form.transposed else anchor
+    floats = call(gm, torch.ops.fxquant.hadamard.default, (anchor, block_size(k))) if form.rotated else anchor
+    return call(gm, aten.t.default, (floats,)) if form.transposed else floats

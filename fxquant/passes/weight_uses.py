@@ -201,6 +201,9 @@ def _terminal_use(user: fx.Node, view: _View) -> LinearUse | OtherUse:
     if is_call(user, *LOOKUPS) and user.args[0] is view.node:
         part = "" if view.whole else " in a part or another order of the weight"
         return OtherUse(node=user, reason=f"embedding look-up{part}", lookup=view.whole)
+    if is_call(user, *BAGS):
+        reason = f"used by {target_name(user)}: sums of rows are not computed from codes"
+        return OtherUse(node=user, reason=reason)
     if is_call(user, *CONVOLUTIONS, *TRANSPOSED):
         refusal = _convolution_refusal(user, view)
         return OtherUse(node=user, reason=refusal or "convolution", conv=not refusal)
@@ -228,8 +231,6 @@ def _match_linear(user: fx.Node, view: _View) -> LinearUse | str:
     """The linear use that ``user`` is, or why it is none."""
     name = target_name(user)
     operands = matmul_operands(user)
-    if is_call(user, *BAGS):
-        return f"used by {name}: sums of rows are not computed from codes"
     if operands is None:
         return f"used by {name}, which cannot take codes"
     x, w, bias, k_first = operands
