@@ -4,10 +4,10 @@ Both methods fit ``value = (code - zero) * scale`` to each group of a row, with 
 / scale + zero))``; symmetric codes lie in -7 to 7 and have no zero, others in 0 to 15. As it measures
 errors, neither gives a group a larger one than rounding to nearest over the whole range of the group.
 
-``clip`` minimizes the sum of ``error^4``. Its candidates are ranges that leave out a part of the group's own,
-at each end by itself; the codes under a range give the scale and zero with the least squared error in closed
-form (the regression of the values on their codes), and the best of these is taken. Squares alone choose
-ranges too small for the largest weights, which matter most: their perplexity was higher.
+``clip`` minimizes the squared error. Its candidates are ranges that leave out a part of the group's own,
+at each end by itself. The codes under a range tell the best scale and zero in closed form (the regression
+of the values on their codes) and the error that would remain; from the best candidate on, rounding and
+fitting take turns.
 
 ``hqq`` minimizes the sum of ``|error|^p`` with ``p < 1``, which lets a few values be far off so that the
 others are close: H. Badri, A. Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023.
@@ -32,13 +32,13 @@ from fxquant.scheme import QuantSpec
 CHUNK_BYTES = 256 << 10
 """Float32 bytes of a weight that are worked on at a time: the buffers stay in the cache."""
 
-CLIPS = (0.0, 0.05, 0.1)
+CLIPS = (0.0, 0.03, 0.06, 0.12)
 """Parts of a group's range that a candidate leaves out at an end; every pair is tried."""
 
 SHRINKS = tuple(1 - 0.05 * step for step in range(11))
 """Largest magnitudes that candidates of a symmetric group represent, in units of the group's own."""
 
-FITS = 2
+FITS = 3
 """Rounds of rounding and fitting after the search."""
 
 BETA, GROWTH, STEPS = 10.0, 1.05, 10
@@ -146,12 +146,12 @@ def _round(chunk: _Chunk, fit: _Fit) -> None:
     chunk.codes.round_().clamp_(*(_SYMMETRIC if fit.zero is None else _ASYMMETRIC))
 
 
-def _error(chunk: _Chunk, fit: _Fit) -> Tensor:
-    """Sum of ``error^4`` of ``chunk.codes``, which are lost; it is no less than after rounding again."""
+def _squared_error(chunk: _Chunk, fit: _Fit) -> Tensor:
+    _round(chunk, fit)
     if fit.zero is not None:
         chunk.codes.sub_(fit.zero[..., None])
     chunk.codes.mul_(fit.scale[..., None]).sub_(chunk.values)
-    return chunk.codes.square_().square_().sum(-1)
+    return chunk.codes.mul_(chunk.codes).sum(-1)
 
 
 def _where(chosen: Tensor, fit: _Fit, other: _Fit) -> _Fit:
@@ -162,45 +162,58 @@ def _where(chosen: Tensor, fit: _Fit, other: _Fit) -> _Fit:
     return _Fit(scale, torch.where(chosen, fit.zero, other.zero))
 
 
-def _regress(chunk: _Chunk, mean: Tensor | None) -> tuple[_Fit, Tensor]:
-    """The scale and zero with the least squared error for ``chunk.codes``, and whether they are admitted.
+def _regress(chunk: _Chunk, mean: Tensor | None) -> tuple[_Fit, Tensor, Tensor]:
+    """The scale and zero with the least squared error for ``chunk.codes``.
 
-    ``mean`` is the values' own, None if codes are symmetric.
+    Also by how much they lower it, against no scale at all, and whether they are admitted. ``mean`` is the
+    values' own, None if codes are symmetric.
     """
     size = chunk.values.shape[-1]
     square = torch.mul(chunk.codes, chunk.codes, out=chunk.work).sum(-1)
     product = torch.mul(chunk.codes, chunk.values, out=chunk.work).sum(-1)
     if mean is None:
-        scale = product.div_(square.clamp_min_(1))
-        return _Fit(scale, None), scale > 0
+        scale = product / square.clamp_min_(1)
+        return _Fit(scale, None), product.mul_(scale), scale > 0
     total = chunk.codes.sum(-1)
     product.sub_(total * mean)
     middle = total.div_(size)
     square.sub_(middle * middle * size).clamp_min_(0.25)  # at least 1 / 2 unless all codes are the same
-    scale = product.div_(square)
+    scale = product / square
     zero = middle.sub_(mean / scale)
-    return _Fit(scale, zero), (scale > 0) & (zero >= ZEROS[0]) & (zero <= ZEROS[1])
+    return _Fit(scale, zero), product.mul_(scale), (scale > 0) & (zero >= ZEROS[0]) & (zero <= ZEROS[1])
 
 
-def _search(chunk: _Chunk, nearest: _Fit, ranges: Iterable[_Fit], mean: Tensor | None) -> _Fit:
-    """The best of ``nearest`` and of the fits to the codes under each of ``ranges``."""
-    _round(chunk, nearest)
-    fit, least = nearest, _error(chunk, nearest)
-    for candidate in (*ranges, *(None,) * FITS):
-        _round(chunk, candidate or fit)
-        found, admitted = _regress(chunk, mean)
-        error = _error(chunk, found)
-        better = admitted & (error < least)
-        least, fit = torch.where(better, error, least), _where(better, found, fit)
+def _refit(chunk: _Chunk, fit: _Fit, mean: Tensor | None) -> _Fit:
+    """Round and fit in turn; the squared error never grows."""
+    for _ in range(FITS):
+        _round(chunk, fit)
+        found, _gain, admitted = _regress(chunk, mean)
+        fit = _where(admitted, found, fit)
+    return fit
+
+
+def _search(chunk: _Chunk, fit: _Fit, ranges: Iterable[_Fit], mean: Tensor | None) -> _Fit:
+    """The best fit that the codes under one of ``ranges`` have."""
+    best = torch.zeros_like(fit.scale)
+    for candidate in ranges:
+        _round(chunk, candidate)
+        found, gain, admitted = _regress(chunk, mean)
+        better = admitted & (gain > best)
+        best = torch.where(better, gain, best)
+        fit = _where(better, found, fit)
     return fit
 
 
 def _clip_symmetric(chunk: _Chunk, nearest: _Fit) -> _Fit:
-    return _search(chunk, nearest, [_Fit(nearest.scale * shrink, None) for shrink in SHRINKS], None)
+    ranges = (_Fit(nearest.scale * shrink, None) for shrink in SHRINKS)
+    found = _refit(chunk, _search(chunk, nearest, ranges, None), None)
+    return _where(_squared_error(chunk, found) < _squared_error(chunk, nearest), found, nearest)
 
 
 def _clip_asymmetric(chunk: _Chunk, nearest: _Fit) -> _Fit:
-    return _search(chunk, nearest, _ranges(chunk), chunk.values.mean(-1))
+    mean = chunk.values.mean(-1)
+    found = _refit(chunk, _search(chunk, nearest, _ranges(chunk), mean), mean)
+    return _where(_squared_error(chunk, found) < _squared_error(chunk, nearest), found, nearest)
 
 
 def _ranges(chunk: _Chunk) -> Iterable[_Fit]:
