@@ -61,6 +61,7 @@ def _check_quantize_act(x: Tensor) -> None:
 def _(x: Tensor, spec: str) -> tuple[Tensor, Tensor]:
     _check_quantize_act(x)
     parsed = QuantSpec.parse(spec)
+    numerics.check_act_spec(parsed)
     k = x.shape[-1]
     codes = torch.empty((*x.shape[:-1], parsed.columns(k)), dtype=parsed.type.dtype, device=x.device)
     shape, dtype = act_scale_shape(x, parsed)
@@ -284,7 +285,9 @@ def _check_weight(w: Tensor) -> None:
 @quantize_weight.register_fake
 def _(w: Tensor, spec: str) -> list[Tensor]:
     _check_weight(w)
-    sizes = QuantSpec.parse(spec).constants(w.shape[0], w.shape[1]).values()
+    parsed = QuantSpec.parse(spec)
+    numerics.check_weight_spec(parsed)
+    sizes = parsed.constants(w.shape[0], w.shape[1]).values()
     return [torch.empty(shape, dtype=dtype, device=w.device) for dtype, shape in sizes]
 
 

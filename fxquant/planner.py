@@ -335,7 +335,7 @@ def _rows(
                 rule=entry.rule,
                 rejected=decision.rejected,
                 float_bytes=group.tensor.numel() * group.tensor.element_size(),
-                resident_bytes=scheduler.resident[recipe.template],
+                resident_bytes=scheduler.resident(recipe),
                 transient_bytes=tiling.peak_bytes,
                 tiles=len(tiling.tiles),
                 whole=tiling.reason,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from benchmarks.accuracy import __main__ as accuracy
 from benchmarks.accuracy import own, runner
 from benchmarks.accuracy.child import builder
-from benchmarks.accuracy.models import activation_scales, linears, read_subjects, write_texts
+from benchmarks.accuracy.models import layer_inputs, linears, read_subjects, write_texts
 from benchmarks.accuracy.peers import PEERS, round_trip, torchao
 from benchmarks.accuracy.records import FLOAT, MINILM, SMOLLM2, Record, Results
 from benchmarks.accuracy.table import render_table, render_verdicts
@@ -158,9 +158,11 @@ def test_heads_are_left_out():
 def test_activation_scales_are_the_absmax_over_127():
     model = Tiny()
     inputs = [torch.full((2, 8), 0.5), torch.full((1, 8), -2.54)]
-    scales = activation_scales(TinySubject(inputs), model)  # type: ignore[arg-type]
+    found = layer_inputs(TinySubject(inputs), model)  # type: ignore[arg-type]
     hidden = max(model.first(x).relu().abs().max().item() for x in inputs)
+    scales = {fqn: given.scale for fqn, given in found.items()}
     assert scales == pytest.approx({"first": 0.02, "second": hidden / 127})
+    assert {given.axes for given in found.values()} == {2}
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 

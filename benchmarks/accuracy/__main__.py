@@ -60,7 +60,8 @@ def measure(args: argparse.Namespace, texts: Path) -> Results:
         package = PEERS[case].package if case in PEERS else None
         started = time.perf_counter()
         if package is None or package in have:
-            found = run(case, texts, args.peers_python if package else sys.executable, args.threads)
+            python = args.peers_python if package else sys.executable
+            found = run(case, texts, python, args.threads, compiled=not args.small)
         else:
             found = failed(case, f"{package} is not installed: see --peers-python")
         keep(found, args.json, time.perf_counter() - started)
@@ -157,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     checks = judge(results)
     print(f"{header(args, digest)}\n\n{render_table(results)}\n\n{render_verdicts(checks)}")
     if args.small:
-        print("\nlittle text: only schemes without numbers fail the run")
+        print("\nlittle text, without compiling: only schemes without numbers fail the run")
     return int(wrong(results, checks, small=args.small))
 
 

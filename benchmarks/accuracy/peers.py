@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.accuracy.models import HEADS, Subject, activation_scales, linears
+from benchmarks.accuracy.models import HEADS, Subject, layer_inputs, linears
 from benchmarks.accuracy.weights import RoundTrip, restored
 
 INT4: torch.dtype = vars(torch)["int4"]  # the stubs lack it
@@ -123,12 +123,11 @@ def torchao_static(model: nn.Module, subject: Subject) -> str:
     """The int8 of torchao with the scales of activations that fxquant is given too."""
     library = import_module("torchao.quantization")
     granularity = [library.PerTensor(), library.PerRow()]
-    # The scale has as many axes as the activation: [batch, tokens, features].
     configs = {
         fqn: library.Int8StaticActivationInt8WeightConfig(
-            act_quant_scale=torch.tensor([[[scale]]]), granularity=granularity
+            act_quant_scale=torch.full([1] * given.axes, given.scale), granularity=granularity
         )
-        for fqn, scale in activation_scales(subject, model).items()
+        for fqn, given in layer_inputs(subject, model).items()
     }
     library.quantize_(model, library.FqnToConfig(fqn_to_config=configs), filter_fn=None)
     return ""
@@ -296,13 +295,6 @@ _ALL = (
         title="torchao IntxWeightOnlyConfig(int4, PerGroup(64), HQQ_SCALE_ONLY)",
         quantize=_int4(64, hqq=True),
         unlike=SYMMETRIC,
-    ),
-    Peer(
-        name="torchao:int4_g64_asym_hqq",
-        beside="int4_g64_asym(refine=hqq)",
-        title="torchao IntxWeightOnlyConfig(int4, PerGroup(64), ASYMMETRIC, HQQ_SCALE_ONLY)",
-        quantize=_int4(64, asymmetric=True, hqq=True),
-        unlike="it moves the scale, not the zero point",
     ),
     Peer(
         name="torchao:tinygemm_g64_hqq",

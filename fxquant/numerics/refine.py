@@ -32,7 +32,7 @@ from fxquant.scheme import QuantSpec
 CHUNK_BYTES = 256 << 10
 """Float32 bytes of a weight that are worked on at a time: the buffers stay in the cache."""
 
-CLIPS = (0.0, 0.05, 0.1, 0.2)
+CLIPS = (0.0, 0.03, 0.06, 0.12)
 """Parts of a group's range that a candidate leaves out at an end; every pair is tried."""
 
 SHRINKS = tuple(1 - 0.05 * step for step in range(11))

@@ -33,7 +33,11 @@ def quantize_linear(gm: fx.GraphModule) -> int:
         form: Form = source.meta["form"]
         shape = cast("tuple[int, int]", tuple(value(source).shape))
         for use in weight_uses(_floats(source, form)):
-            if isinstance(use, LinearUse) and use.k_axis == 1 and can_cut(form, shape, use.cuts):
+            if (
+                isinstance(use, LinearUse)
+                and use.k_axis == 1
+                and can_cut(form.weight, shape, use.cuts, rotated=form.rotated)
+            ):
                 _rewrite(gm, use, source, form)
                 count += 1
     return count
@@ -88,10 +92,10 @@ def _product(
     return call(gm, fxq.block_mm.default, args)
 
 
-def can_cut(form: Form, shape: tuple[int, int], cuts: tuple[Cut, ...]) -> bool:
+def can_cut(spec: QuantSpec, shape: tuple[int, int], cuts: tuple[Cut, ...], *, rotated: bool) -> bool:
     """Whether the constants of a weight ``[N, K]`` of ``shape`` can be cut so."""
-    spec, sizes = form.weight, list(shape)
-    if form.rotated and any(cut.axis == 1 for cut in cuts):
+    sizes = list(shape)
+    if rotated and any(cut.axis == 1 for cut in cuts):
         return False
     for cut in cuts:
         side, size = spec.block[cut.axis], sizes[cut.axis]

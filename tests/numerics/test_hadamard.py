@@ -106,7 +106,7 @@ def test_large_values_stay_finite_and_small_ones_exact() -> None:
 
 
 def test_memory_is_the_result_and_a_few_chunks() -> None:
-    x = rows(2048, 1536)
+    x = rows(512, 1536)
     with LiveBytes() as meter:
         hadamard(x, seed=1)
     assert meter.peak["cpu"] <= x.nbytes + 5 * CHUNK_BYTES

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fxquant.materialize.meter import LiveBytes
+from fxquant.numerics import refine
 from fxquant.numerics.refine import ZEROS, choose, temporary_bytes
 from fxquant.scheme import QuantSpec
 
@@ -81,6 +82,26 @@ def test_groups_of_one_sign_need_no_range_down_to_zero(spec: QuantSpec) -> None:
     v = torch.rand(20, 2, 64, generator=torch.Generator().manual_seed(5)) + 5
     v[1::2] *= -1
     assert (loss(v, *choose(v, spec), spec) < 0.8 * loss(v, *nearest(v, spec), spec)).all()
+
+
+def test_a_step_of_hqq_is_a_regression_on_thresholded_values() -> None:
+    v = torch.randn(1, 6, 64, generator=torch.Generator().manual_seed(7))
+    scale, zero = choose(v, CLIP_ASYM)
+    assert zero is not None
+    chunk, fit = refine._Chunk(v, *torch.empty(3, *v.shape)), refine._Fit(scale * 1.1, zero + 0.2)
+    refine._root_error(chunk, fit)
+    found = refine._half_quadratic(chunk, fit, 10.0)
+    assert found.zero is not None
+    for group in range(6):
+        start, shift = float(scale[0, group]) * 1.1, float(zero[0, group]) + 0.2
+        position = v[0, group].double() / start
+        codes = (position + shift).round().clamp(0, 15)
+        residual = position - (codes - shift)
+        error = residual.sign() * (residual.abs() - residual.abs() ** -0.5 / 10).clamp_min(0)
+        table = torch.stack([codes, torch.ones_like(codes)], 1)
+        slope, offset = torch.linalg.lstsq(table, (position - error)[:, None]).solution[:, 0].tolist()
+        assert float(found.scale[0, group]) == pytest.approx(start * slope, rel=1e-5)
+        assert float(found.zero[0, group]) == pytest.approx(-offset / slope, rel=1e-4)
 
 
 def test_hqq_lowers_the_error_of_clip() -> None:
