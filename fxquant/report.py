@@ -27,7 +27,7 @@ class Report:
     anonymous resident memory over what it was before (None where the system does not tell).
     ``origin`` says where the constants come from: the checkpoint, the cache, or made up.
     ``graphs``: compiled graphs by frame; ``recompiles``: those beyond the first of a frame;
-    ``rewritten``: linear ops rewritten in them; ``eager_linears``: quantized calls outside of
+    ``rewritten``: products, look-ups and convolutions with codes in them; ``eager_linears``: quantized calls outside of
     compiled graphs; ``fallbacks``: uses of quantized weights that computed with float values, by
     site in ``fallback_sites``; ``unnormalized``: graphs that run without rewriting, and why.
     """
@@ -77,7 +77,7 @@ class Report:
             f"{self.quantized} quantized weights, {before:.1f} -> {after:.1f} MiB",
             f"loaded {read:.1f} MiB in {self.load_seconds:.2f} s from {self.origin}",
             f"measured peak {peaks}{anonymous}",
-            f"{graphs} graphs over {len(self.graphs)} frames, {self.rewritten} linears rewritten in them",
+            f"{graphs} graphs over {len(self.graphs)} frames, {self.rewritten} uses rewritten in them",
             f"{self.eager_linears} quantized calls outside of graphs, {self.fallbacks} fallbacks",
             *(f"  fallback: {site} x{count}" for site, count in self.fallback_sites.items()),
             *(f"  not rewritten: {reason}" for reason in self.unnormalized),
