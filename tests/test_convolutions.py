@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fxquant
 from fxquant.errors import RefusedError
+from fxquant.materialize.meter import LiveBytes
 from fxquant.runtime.quantized_weight import QuantizedWeight
 from reference import error
 from zoo.case import CONV, run
@@ -152,6 +153,27 @@ def test_floats_of_one_layer_at_a_time() -> None:
     made = [i for i, name in enumerate(names) if name is torch.ops.fxquant.dequantize_weight.default]
     assert len(made) == 5
     assert all("conv2d" in str(names[i + 2]) for i in made)
+
+
+def test_memory_of_floats_while_running() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(*(nn.Conv2d(64, 64, 3, padding=1) for _ in range(6)))
+
+    reference = make().eval()
+    with fxquant.meta_init():
+        model = make().eval()
+    x = torch.randn(1, 64, 4, 4)
+    options: dict[str, Any] = {
+        "scheme": "none",
+        "config": {"*": W8},
+        "example_inputs": (x,),
+        "dynamic": False,
+    }
+    low = fxquant.lower(model, reference.state_dict(), **options).materialize()
+    with torch.no_grad(), LiveBytes() as live:
+        got = low(x)
+    assert error(got, call(reference, x)) < 0.03
+    assert live.peak["cpu"] < 1.5 * 64 * 64 * 9 * 4
 
 
 def test_only_an_entry_asks() -> None:

@@ -15,6 +15,7 @@ from torch.library import opcheck
 import fxquant
 from fxquant import numerics
 from fxquant.errors import QuantizedWeightError, RefusedError
+from fxquant.materialize.meter import LiveBytes
 from fxquant.scheme import SCHEMES, QuantSpec
 from reference import error
 
@@ -102,6 +103,15 @@ def test_many_indices_are_worked_on_in_chunks(monkeypatch: pytest.MonkeyPatch) -
     ids = torch.randint(0, 50, (2, 50))
     whole = fxq.dequantize_weight(list(parts), "int4[1,32]zp", 64, torch.float32)
     assert torch.equal(fxq.embedding_dequant(ids, list(parts), "int4[1,32]zp", 64, torch.float32), whole[ids])
+
+
+@pytest.mark.parametrize("spec", ["int8[1,*]", "int4[1,64]zp", "e2m1[1,16]e4m3"])
+def test_the_whole_table_is_never_made(spec: str) -> None:
+    n, k = 5000, 256
+    parts = numerics.quantize_weight(torch.randn(n, k), QuantSpec.parse(spec))
+    with LiveBytes() as live:
+        numerics.embedding_rows(IDS, parts, QuantSpec.parse(spec), k, torch.float32)
+    assert live.peak["cpu"] < 6 * IDS.numel() * k * 4 < n * k / 8
 
 
 @pytest.mark.parametrize("index", [50, -1])

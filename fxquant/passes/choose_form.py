@@ -255,8 +255,7 @@ def _obstacle(
         (bool(uncut), f"cut where no block of {scheme.weight} ends"),
         (
             unscaled,
-            f"scheme {scheme.name} needs the scale of the activation; give it in a config entry: "
-            "{'scheme': ..., 'act_scale': number}",
+            f"scheme {scheme.name} needs the activation's scale: a config entry {{'scheme', 'act_scale'}}",
         ),
     )
     return next((reason for is_there, reason in obstacles if is_there), "")
