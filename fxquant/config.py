@@ -54,10 +54,10 @@ class Choice:
     """Whether a config entry, not only the default, asked for the scheme."""
     act_scale: float | None = None
     """The scale of the activation, for schemes that need it given."""
+    lookups: bool = False
+    """Whether an entry asks for codes in look-ups of a weight that products share."""
     lookup_reason: str = ""
-    """The entry that asks for codes in look-ups."""
-    exact_lookups: str = "only a config entry that names the embedding asks for codes"
-    """Why look-ups of a weight that products share use exact floats; empty where they use codes."""
+    """The entry that does, or why another one cannot have it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,8 +172,8 @@ class QuantConfig:
             return choice
         asks = f"config {lookup[0]!r}"
         if find_scheme(lookup[1]).weight == found.weight:
-            return replace(choice, exact_lookups="", lookup_reason=asks)
-        return replace(choice, exact_lookups=f"{asks} asks for {lookup[1]}, the codes are {scheme}")
+            return replace(choice, lookups=True, lookup_reason=asks)
+        return replace(choice, lookup_reason=f"{asks} asks for {lookup[1]}, the codes are {scheme}")
 
     def choose_for_parts(
         self, fqns: Iterable[str], parts: Sequence[str], embeddings: Collection[str] = ()

@@ -27,8 +27,8 @@ class Report:
     anonymous resident memory over what it was before (None where the system does not tell).
     ``origin`` says where the constants come from: the checkpoint, the cache, or made up.
     ``graphs``: compiled graphs by frame; ``recompiles``: those beyond the first of a frame;
-    ``rewritten``: products, look-ups and convolutions with codes in them; ``eager_linears``: quantized calls outside of
-    compiled graphs; ``fallbacks``: uses of quantized weights that computed with float values, by
+    ``rewritten``: products, look-ups and convolutions with codes in them; ``eager_linears``: quantized
+    calls outside of compiled graphs; ``fallbacks``: uses of quantized weights that computed with floats, by
     site in ``fallback_sites``; ``unnormalized``: graphs that run without rewriting, and why.
     """
 

@@ -69,7 +69,7 @@ def test_a_static_head_without_its_scale() -> None:
     options: dict[str, Any] = {"scheme": "none", "config": {"head": "int8_static"}, "example_inputs": (IDS,)}
     row = fxquant.plan(model, **options).weight("head")
     assert row.form == "float"
-    assert "needs the scale of the activation" in row.reason
+    assert "needs the activation's scale" in row.reason
 
 
 def compiled(name: str, config: dict[str, str]) -> tuple[nn.Module, nn.Module, Tensor, Tensor]:

@@ -148,14 +148,13 @@ def _table(lookups: Sequence[Use], choice: Choice, target: Target, lying: str) -
     """
     if not lookups:
         return False, ""
-    why = choice.exact_lookups or lying
-    if not why:
-        kernel = target.kernel_of(LOOKUP)
-        why = kernel.reason if isinstance(kernel, Refusal) else ""
-    if why:
-        return True, f"exact float table kept for look-ups: {why}"
-    same = choice.lookup_reason == choice.reason
-    return False, "look-ups use the codes too" + ("" if same else f": {choice.lookup_reason}")
+    kernel = target.kernel_of(LOOKUP)
+    why = lying or (kernel.reason if isinstance(kernel, Refusal) else "")
+    if choice.lookups and not why:
+        same = choice.lookup_reason == choice.reason
+        return False, "look-ups use the codes too" + ("" if same else f": {choice.lookup_reason}")
+    why = why if choice.lookups else choice.lookup_reason
+    return True, "exact float table kept for look-ups" + (f": {why}" if why else "")
 
 
 def _without_product(
