@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,7 +22,8 @@ class Form:
     look-ups of an embedding that shares them with a quantized head. ``kn``: codes lie in memory as
     ``[K, N]``. ``nz``: on an NPU they are cast to FRACTAL_NZ, its blocked layout. ``parts_n`` and
     ``parts_k``: the sizes into which N and K are cut, each part a constant of its own (empty: one
-    part). ``odd_k``: K is odd, and the last byte of packed codes holds one. ``HOST`` is the form of a
+    part). ``odd_k``: K is odd, and the last byte of packed codes holds one. ``held``: constants are as
+    the ops of a target take them for activations of this dtype, see ``held``. ``HOST`` is the form of a
     float weight that stays in main memory and is copied to the device for each call.
     """
 
@@ -31,6 +33,7 @@ class Form:
     kn: bool = False
     nz: bool = False
     odd_k: bool = False
+    held: str = ""
     parts_n: tuple[int, ...] = ()
     parts_k: tuple[int, ...] = ()
 
@@ -70,12 +73,27 @@ class Form:
         if self.host:
             return ("value",)
         table = ("table",) if self.table else ()
-        return (*self.codes, *self.weight.names[1:], *table, *self.given)
+        return (*self.codes, *self.weight.names[1:], *table, *self.given, *self.derived)
 
     @property
     def given(self) -> tuple[str, ...]:
         """Names of the constants that are not made of the weight: the scale of a static activation."""
         return ("act_scale",) if self.act is not None and self.act.static else ()
+
+    @property
+    def derived(self) -> tuple[str, ...]:
+        """Names of the constants that are made of others, for the ops of a target."""
+        return ("act_scales", "deq_scale") if self.held and self.given else ()
+
+    @property
+    def held_dtype(self) -> torch.dtype:
+        """The dtype that ``held`` names."""
+        return HELD[self.held]
+
+    @property
+    def in_files(self) -> Form:
+        """The form as files have it: layouts of a device are not stored."""
+        return replace(self, nz=False, held="")
 
     def regions(self, n: int, k: int) -> tuple[tuple[slice, slice], ...]:
         """Rows and columns of the codes ``[N, K]`` that each part holds."""
@@ -99,6 +117,13 @@ class Form:
         sizes = ((r.stop - r.start, spec.columns(c.stop - c.start)) for r, c in self.regions(n, k))
         return tuple(size[::-1] if self.kn else size for size in sizes)
 
+    def whole_size(self, parts: Sequence[Sequence[int]]) -> tuple[int, int]:
+        """N and K of codes whose constants have these shapes."""
+        width = max(len(self.parts_k), 1)
+        n_axis, k_axis = (1, 0) if self.kn else (0, 1)
+        columns = sum(part[k_axis] for part in parts[:width])
+        return sum(part[n_axis] for part in parts[::width]), self.features(columns)
+
     def codes_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """N and K of a parameter of ``shape``."""
         n, k = shape[::-1] if self.transposed else shape
@@ -119,7 +144,13 @@ class Form:
         found |= whole
         if self.table:
             found["table"] = (dtype, shape)
-        return {**found, **dict.fromkeys(self.given, (torch.float32, (1,)))}
+        found |= dict.fromkeys(self.given, (torch.float32, (1,)))
+        if self.held and self.act is None:
+            found |= {name: (self.held_dtype, found[name][1]) for name in self.weight.names[1:]}
+        if self.derived:
+            packed = torch.int64 if self.held_dtype == torch.float16 else torch.float32
+            found |= {"act_scales": (torch.float32, (k,)), "deq_scale": (packed, (n,))}
+        return found
 
     def __str__(self) -> str:
         if self.host:
@@ -130,6 +161,7 @@ class Form:
             if sizes
         )
         set_flags = {"t": self.transposed, "kn": self.kn, "nz": self.nz, "odd": self.odd_k}
+        set_flags |= {self.held: bool(self.held)}
         flags = "".join(f".{flag}" for flag, is_set in set_flags.items() if is_set)
         return f"{self.scheme}{flags}{parts}{'+table' if self.table else ''}"
 
@@ -148,17 +180,21 @@ class Form:
             kn=bool(match["kn"]),
             nz=bool(match["nz"]),
             odd_k=bool(match["odd"]),
+            held=match["held"] or "",
             parts_n=_sizes(match["n"]),
             parts_k=_sizes(match["k"]),
         )
 
+
+HELD = {"bf16": torch.bfloat16, "f16": torch.float16}
+"""What ``Form.held`` may be."""
 
 HOST_TEXT = "float@host"
 HOST = Form(scheme="none")
 
 _FORM = re.compile(
     r"(?P<scheme>[a-z0-9_]+(\(refine=[a-z]+\))?)"
-    r"(?P<transposed>\.t)?(?P<kn>\.kn)?(?P<nz>\.nz)?(?P<odd>\.odd)?"
+    r"(?P<transposed>\.t)?(?P<kn>\.kn)?(?P<nz>\.nz)?(?P<odd>\.odd)?(\.(?P<held>bf16|f16))?"
     r"(/n:(?P<n>[\d,]+))?(/k:(?P<k>[\d,]+))?(?P<table>\+table)?"
 )
 

@@ -57,6 +57,8 @@ class Recipe:
     """Values of the last constants, each of one element, that are not made of the weight; None: kept."""
     nz: int = 0
     """The first constants, this many of them, are cast to FRACTAL_NZ once they are whole, on an NPU."""
+    held: Form | None = None
+    """The form as which the constants are held once they are whole; None: as they are made."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,6 +96,7 @@ class LoadGraph:
             host=host,
             given=() if form is None or reads.stored else tuple(given.get(name) for name in form.given),
             nz=len(form.codes) if form is not None and form.nz else 0,
+            held=form if form is not None and form.held else None,
         )
         self.recipes.append(recipe)
         return recipe
@@ -101,7 +104,7 @@ class LoadGraph:
     def _find(self, fqn: str, reads: Reads, dtype: torch.dtype, form: Form | None) -> int:
         how = None if reads.convert is None else getattr(reads.convert, "template", reads.convert)
         simple = not reads.same
-        plain = replace(form, kn=False, nz=False, parts_n=(), parts_k=()) if form is not None else None
+        plain = replace(form, kn=False, nz=False, held="", parts_n=(), parts_k=()) if form is not None else None
         shape_key = (how, reads.stored, reads.dtypes, reads.shapes, dtype, plain)
         if simple and shape_key in self._by_shape:
             return self._by_shape[shape_key]

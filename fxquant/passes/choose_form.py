@@ -94,6 +94,7 @@ def choose_form(
         table=tied,
         kn=layout.kn,
         nz=layout.nz,
+        held=layout.held,
         parts_n=layout.parts_n,
         parts_k=layout.parts_k,
         odd_k=scheme.weight.packed and shape[linears[0].k_axis] % 2 == 1,
