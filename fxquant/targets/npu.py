@@ -29,7 +29,7 @@ from fxquant.targets.npu_lowering import (
     lower_scaled_mm,
 )
 from fxquant.targets.npu_schemas import ensure_schemas, planning_for
-from fxquant.targets.npu_schemes import WEIGHT_ONLY, Question, arrange_scheme, taken_dtypes
+from fxquant.targets.npu_schemes import WEIGHT_ONLY, Question, arrange_scheme, chips_of, taken_dtypes
 from fxquant.targets.npu_wide import MATMUL, POLICIES, Policy, WideDecision, decide, in_nz
 
 aten = torch.ops.aten
@@ -92,7 +92,9 @@ def _other_kernel(scheme: Scheme, chip: NpuChip) -> Kernel | Refusal:
     taken = taken_dtypes(scheme, chip)
     dtypes = [str(dtype).removeprefix("torch.") for dtype, refusal in taken.items() if refusal is None]
     if not dtypes:
-        return next(refusal for refusal in taken.values() if refusal is not None)
+        refused = [refusal for refusal in taken.values() if refusal is not None][-1]
+        others = chips_of(scheme)
+        return Refusal(reason=f"needs {' or '.join(others)}: {refused.reason}") if others else refused
     note = "" if len(dtypes) == len(taken) else f"{', '.join(dtypes)} alone; "
     op = MATMUL if scheme.act is not None else WEIGHT_ONLY
     return Kernel(op=f"npu::{op}", reason=f"{note}{_why(chip)}", eager="fxquant_npu::linear")

@@ -73,7 +73,9 @@ class Dialect:
         x_codes, _, _, weight, text, _, bias, dtype = node.args
         spec = QuantSpec.parse(cast("str", text))
         constants = dict(zip(spec.names, cast("list[fx.Node]", weight), strict=True))
-        family: Family = "mx" if spec.scale == "e8m0" else "fp8 block"
+        family: Family = "fp8 block"
+        if spec.scale == "e8m0":
+            family = "mx fp8" if spec.codes == "e4m3" else "mx fp4"
         out = cast("torch.dtype", dtype)
         source = _source(cast("fx.Node", x_codes))
         self._replace(node, source, family, constants, bias, compute_dtype(out), out)
@@ -103,9 +105,8 @@ class Dialect:
         else:
             act = self._quantized(source, family, constants, dtype) if family != "weight only" else (None, None)
             with inserting_before(self.gm, node):
-                k = value(x).shape[-1]
+                k = _features(codes)
                 if family == "weight only":
-                    k = value(codes).shape[1] * (2 if spec is not None and spec.packed else 1)
                     act = (b.matrix(b.cast(x, dtype), k), None)
                 for i, (start, stop) in enumerate(every(n, parts)):
                     part = self._part(b, constants, i, (start, stop), len(parts), dtype, family)
@@ -143,16 +144,15 @@ class Dialect:
             x = cast("fx.Node", source.args[0])
             with inserting_before(self.gm, source):
                 b = InGraph(self.gm, self.rows)
-                k = value(x).shape[-1]
+                k = _features(constants["codes"])
                 if family == "static":
-                    k = value(constants["codes"]).shape[1]
                     steps = _derived(constants["scale"], "act_scales")
                     if steps is None:
                         given = source.args[1]
                         steps = b.call(aten.expand.default, given, [k])
                     self.made[source] = static_codes(b, b.matrix(x, k), steps), None
                 else:
-                    matrix = b.matrix(x if family == "mx" else b.cast(x, dtype), k)
+                    matrix = b.matrix(x if family.startswith("mx") else b.cast(x, dtype), k)
                     self.made[source] = quantized(b, matrix, family)
         return self.made[source]
 
@@ -182,6 +182,12 @@ class Dialect:
         if family == "static":
             found["deq_scale"] = b.narrow(_deq_scale(b, constants["scale"], dtype), 0, *span)
         return Part(codes=codes, kn=kn, **found)
+
+
+def _features(codes: fx.Node) -> int:
+    """K of codes ``[N, K]``, of which two may lie in a byte; that of the activation may be symbolic."""
+    val = value(codes)
+    return int(val.shape[1]) * (2 if val.dtype == torch.uint8 else 1)
 
 
 def _source(x_codes: fx.Node) -> fx.Node:

@@ -83,7 +83,7 @@ def _scheme(
     elif family == "static":
         act = (static_codes(b, x, named["act_scales"]), None)
     else:
-        act = quantized(b, x if family == "mx" else x.to(dtype), family)
+        act = quantized(b, x if family.startswith("mx") else x.to(dtype), family)
     outs = []
     for (start, stop), codes in zip(bounds(form.parts_n or (n,)), form.codes, strict=True):
         rows = slice(start, stop)

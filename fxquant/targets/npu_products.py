@@ -18,10 +18,11 @@ from fxquant.targets.npu_fakes import E8M0, dtype_code
 
 aten = torch.ops.aten
 
-Family = Literal["weight only", "static", "fp8", "fp8 block", "mx"]
+Family = Literal["weight only", "static", "fp8", "fp8 block", "mx fp8", "mx fp4"]
 
 QINT8 = 12
 E4M3 = dtype_code(torch.float8_e4m3fn)
+E2M1 = 296
 MX_GROUPS = (1, 1, 32)
 BLOCK_GROUPS = (1, 128, 128)
 PER_INT32 = 8
@@ -102,7 +103,7 @@ def quantized(b: Build, x: Val, family: Family) -> tuple[Val, Val]:
     elif family == "fp8 block":
         made = b.npu("npu_dynamic_block_quant", x, x, dst_type=E4M3)
     else:
-        made = b.npu("npu_dynamic_mx_quant", x, x, dst_type=E4M3)
+        made = b.npu("npu_dynamic_mx_quant", x, x, dst_type=E4M3 if family == "mx fp8" else E2M1)
     codes, scale = b.items(made, 2)
     return codes, scale
 
@@ -135,8 +136,10 @@ def fp8_block(b: Build, codes: Val, token: Val, part: Part, dtype: torch.dtype) 
 
 
 def mx(b: Build, codes: Val, exponents: Val, part: Part, dtype: torch.dtype) -> Val:
-    """Codes e4m3 with exponents ``[M, ceil(K / 64), 2]``, times those with ``[ceil(K / 64), n, 2]``."""
+    """Codes e4m3 or e2m1 with exponents ``[M, ceil(K / 64), 2]``, times those with ``[ceil(K / 64), n, 2]``."""
     kwargs = {} if part.bias is None else {"bias": b.cast(part.bias, torch.float32)}
+    if b.value(codes).dtype == torch.uint8:
+        kwargs |= {"x1_dtype": E2M1, "x2_dtype": E2M1}
     n, groups = b.value(part.scale).shape
     pairs = b.call(aten.view.default, part.scale, [n, groups // 2, 2])
     scale = b.call(aten.transpose.int, pairs, 0, 1)
@@ -148,5 +151,5 @@ def mx(b: Build, codes: Val, exponents: Val, part: Part, dtype: torch.dtype) -> 
     )  # fmt: skip
 
 
-PRODUCTS = {"fp8": fp8, "fp8 block": fp8_block, "mx": mx}
+PRODUCTS = {"fp8": fp8, "fp8 block": fp8_block, "mx fp8": mx, "mx fp4": mx}
 """Rules for codes that ``quantized`` gives."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -52,8 +53,8 @@ def family_of(scheme: Scheme) -> Family | Refusal:
             reason=f"{MATMUL} of int8 and int4 codes takes scales for groups of 256 along K, not "
             f"{weight.block[1]} (M:4186), on A2 and A3 alone"
         )
-    if weight.codes == "e4m3" and weight.scale == "e8m0":
-        return "mx"
+    if weight.scale == "e8m0":
+        return "mx fp8" if weight.codes == "e4m3" else "mx fp4"
     if weight.codes == "e4m3" and weight.block == (128, 128):
         return "fp8 block"
     if weight.codes == "e4m3" and weight.block[0] == act.block[0] == 1:
@@ -63,8 +64,6 @@ def family_of(scheme: Scheme) -> Family | Refusal:
             reason="npu_dynamic_quant gives float8 codes with a scale per token; one for a whole "
             "activation is not documented (D:4654-4754, ops-nn aclnnDynamicQuantV2.md)"
         )
-    if weight.scale == "e8m0":
-        return Refusal(reason=f"{MATMUL} of {weight.codes} codes has no row in the table yet")
     return Refusal(
         reason=f"{MATMUL} takes fp4 codes with e8m0 scales for 32 along K, not {weight.scale} scales for "
         f"{weight.block[1]} (ops-nn aclnnQuantMatmulV5.md v9.1.0 :799-946)"
@@ -129,9 +128,10 @@ def _static(asked: Question) -> list[Call] | Refusal:
 def _floats(asked: Question, family: Family) -> list[Call] | Refusal:
     n, k, dtype = asked.n, asked.k, asked.dtype
     x = Operand(shape=(None, k), dtype=dtype)
+    codes, columns = (torch.uint8, -(-k // 2)) if family == "mx fp4" else (E4M3, k)
     operands = {
-        "x1": Operand(shape=(None, k), dtype=E4M3),
-        "x2": Operand(shape=(k, n), dtype=E4M3, layout="t"),
+        "x1": Operand(shape=(None, columns), dtype=codes),
+        "x2": Operand(shape=(columns, n), dtype=codes, layout="t"),
     }
     attributes: dict[str, object] = {"output_dtype": dtype}
     if asked.bias is not None and family != "fp8 block":
@@ -156,7 +156,13 @@ def _floats(asked: Question, family: Family) -> list[Call] | Refusal:
         operands["pertoken_scale"] = Operand(shape=(None, pairs, 2), dtype=torch.uint8)
         e8m0 = torch.float8_e8m0fnu
         attributes |= {"group_sizes": MX_GROUPS, "scale_dtype": e8m0, "pertoken_scale_dtype": e8m0}
-        quantize = ("npu_dynamic_mx_quant", {"input": x}, {"dst_type": E4M3})
+        kind = E4M3
+        if family == "mx fp4":
+            if k % 2:
+                return Refusal(reason=f"K = {k} is odd, and two fp4 codes are a byte (M:5109)")
+            kind = "float4_e2m1fn_x2"
+            attributes |= {"x1_dtype": kind, "x2_dtype": kind}
+        quantize = ("npu_dynamic_mx_quant", {"input": x}, {"dst_type": kind})
     return [quantize, (MATMUL, operands, attributes)]
 
 
@@ -179,6 +185,13 @@ def taken_dtypes(scheme: Scheme, chip: NpuChip) -> dict[torch.dtype, Refusal | N
         dtype: refusal_of(Question(scheme=scheme, n=n, k=k, dtype=dtype), chip)
         for dtype in (torch.bfloat16, torch.float16)
     }
+
+
+@functools.cache
+def chips_of(scheme: Scheme) -> tuple[str, ...]:
+    """The families that take ``scheme``."""
+    chips = (NpuChip(soc=family, family=family, cann=(9, 1, 0)) for family in ("A2", "A3", "950", "310P"))
+    return tuple(chip.family for chip in chips if None in taken_dtypes(scheme, chip).values())
 
 
 def arrange_scheme(

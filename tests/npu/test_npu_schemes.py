@@ -19,11 +19,6 @@ HALF, BF16, FULL = torch.float16, torch.bfloat16, torch.float32
 N, K = 24, 128
 A2, A3, A950, A310P = "Ascend910B2", "Ascend910_9391", "Ascend950PR_9579", "Ascend310P3"
 
-WEIGHT_ONLY = [
-    "int8_weight_only", "int4_g32", "int4_g64", "int4_g32_asym", "int4_channel", "int4_channel_asym",
-    "int4_g64_asym(refine=hqq)", "int4_g128(refine=clip)",
-]  # fmt: skip
-
 
 def make(bias: bool = True, dtype: torch.dtype = BF16, n: int = N, k: int = K) -> nn.Module:
     return nn.Linear(k, n, bias=bias, dtype=dtype)
@@ -102,23 +97,73 @@ def expected(scheme: str, x: Tensor, state: dict[str, Tensor]) -> Tensor:
     return weight_only(x, state["weight"], state.get("bias"), spec)
 
 
-def inputs(dtype: torch.dtype) -> list[Tensor]:
+EVERY = [(K,), (1, K), (17, K), (0, K), (2, 3, K), (2, 1, 3, K), (1, 2, 3, 1, K), (2, 0, K)]
+SOME = [(17, K), (0, K), (2, 3, K)]
+
+
+def inputs(dtype: torch.dtype, shapes: list[tuple[int, ...]]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(2)
-    shapes = [(K,), (1, K), (17, K), (0, K), (2, 3, K), (2, 1, 3, K), (1, 2, 3, 1, K), (2, 0, K)]
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", [HALF, BF16, FULL], ids=str)
-@pytest.mark.parametrize("scheme", [*WEIGHT_ONLY, "int8_static"])
+CASES = [
+    *((scheme, dtype, bias) for scheme in ("int8_weight_only", "int8_static") for dtype in (HALF, BF16)
+      for bias in (False, True)),
+    ("int8_weight_only", FULL, True), ("int8_static", FULL, True), ("int4_g32", BF16, True),
+    ("int4_g32", HALF, True), ("int4_g32", FULL, False), ("int4_g64", BF16, False),
+    ("int4_g32_asym", BF16, True), ("int4_g32_asym", HALF, False), ("int4_channel", HALF, True),
+    ("int4_channel_asym", BF16, False), ("int4_g64_asym(refine=hqq)", BF16, False),
+    ("int4_g128(refine=clip)", BF16, True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("scheme", "dtype", "bias"), CASES, ids=str)
 def test_numbers_of_every_input(simulate, npu, scheme, dtype, bias):
     state = state_of(make(bias, dtype))
     model = compiled(state, torch.zeros(2, K, dtype=dtype), scheme, A2, bias=bias)
-    for x in inputs(dtype):
+    every = bias and scheme in ("int8_static", "int4_g32") and dtype == HALF
+    for x in inputs(dtype, EVERY if every else SOME):
         want = expected(scheme, x, state)
         for call in (model, model.forward):  # in the graph, and outside of it
             out = run(call, x)
             assert (out.shape, out.dtype) == (want.shape, x.dtype)
             assert torch.equal(out, want), (x.shape, (out.float() - want.float()).abs().max())
+    report = fxquant.report(model)
+    assert (report.fallbacks, report.unnormalized) == (0, ())
+
+
+def reference(scheme: str, x: Tensor, state: dict[str, Tensor]) -> Tensor:
+    """The dialect's own arithmetic on the CPU, from what the op is given."""
+    found = find_scheme(scheme)
+    given = x if scheme.startswith("mx") else x.to(computed(x.dtype))
+    fxq = torch.ops.fxquant
+    constants = list(fxq.quantize_weight(state["weight"], str(found.weight)))
+    codes, scale = fxq.quantize_act(given, str(found.act))
+    bias, dtype = state.get("bias"), computed(x.dtype)
+    if found.op == "fxquant::scaled_mm":
+        out = fxq.scaled_mm(codes, constants[0], scale, constants[1], bias, dtype)
+    else:
+        spec = str(found.weight)
+        out = fxq.block_mm(codes, scale, str(found.act), constants, spec, x.shape[-1], bias, dtype)
+    return out.to(x.dtype)
+
+
+# Float sums in another order, then one rounding: an ulp of the result's dtype.
+ULP = {BF16: 2.0**-7, HALF: 2.0**-9, FULL: 2.0**-7}
+
+
+@pytest.mark.parametrize("dtype", [HALF, BF16, FULL], ids=str)
+@pytest.mark.parametrize("scheme", ["fp8", "fp8_block", "mxfp8", "mxfp4"])
+def test_numbers_on_950(simulate, npu, scheme, dtype):
+    simulate(A950)
+    bias = dtype != HALF
+    state = state_of(make(bias, dtype))
+    model = compiled(state, torch.zeros(2, K, dtype=dtype), scheme, A950, bias=bias)
+    for x in inputs(dtype, EVERY if (scheme, dtype) == ("mxfp8", BF16) else SOME):
+        want = reference(scheme, x, state)
+        for call in (model, model.forward):
+            out = run(call, x)
+            assert (out.shape, out.dtype) == (want.shape, x.dtype)
+            torch.testing.assert_close(out, want, rtol=ULP[dtype], atol=ULP[dtype] / 8)
     report = fxquant.report(model)
     assert (report.fallbacks, report.unnormalized) == (0, ())
