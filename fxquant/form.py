@@ -138,7 +138,7 @@ class Form:
         n, k = self.codes_shape(shape)
         whole = self.weight.constants(n, k)
         codes_dtype, _ = whole.pop("codes")
-        found = {
+        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
             name: (codes_dtype, size) for name, size in zip(self.codes, self.part_shapes(n, k), strict=True)
         }
         found |= whole

@@ -104,7 +104,9 @@ class LoadGraph:
     def _find(self, fqn: str, reads: Reads, dtype: torch.dtype, form: Form | None) -> int:
         how = None if reads.convert is None else getattr(reads.convert, "template", reads.convert)
         simple = not reads.same
-        plain = replace(form, kn=False, nz=False, held="", parts_n=(), parts_k=()) if form is not None else None
+        plain = (
+            replace(form, kn=False, nz=False, held="", parts_n=(), parts_k=()) if form is not None else None
+        )
         shape_key = (how, reads.stored, reads.dtypes, reads.shapes, dtype, plain)
         if simple and shape_key in self._by_shape:
             return self._by_shape[shape_key]

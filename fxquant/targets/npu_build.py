@@ -86,18 +86,23 @@ class InGraph(Build):
         self.rows = rows
 
     def value(self, x: Val) -> Tensor:
+        """The value of a node."""
         return cast("Tensor", value(x))
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Val:
+        """A node."""
         return call(self.gm, op, args, kwargs)
 
     def npu(self, name: str, x: Val, *args: Any, **kwargs: Any) -> Val:
+        """A node, checked against the table of the chip."""
         return emit(self.gm, self.rows.op(name, x), args, kwargs)
 
     def none(self, x: Val) -> bool:
+        """Known from the shape of its value."""
         return self.rows.none(x)
 
     def size(self, x: Val, axis: int) -> Val:
+        """A number, or a node."""
         size = value(x).shape[axis]
         return size if isinstance(size, int) else call(self.gm, aten.sym_size.int, (x, axis))
 
@@ -106,18 +111,23 @@ class AtOnce(Build):
     """Calls the ops."""
 
     def value(self, x: Val) -> Tensor:
+        """The tensor itself."""
         return cast("Tensor", x)
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Val:
+        """Its result."""
         return op(*args, **kwargs)
 
     def npu(self, name: str, x: Val, *args: Any, **kwargs: Any) -> Val:  # noqa: ARG002
+        """Its result; there are rows."""
         return getattr(torch.ops.npu, name)(*args, **kwargs)
 
     def none(self, x: Val) -> bool:
+        """It has no elements."""
         return bool(x.numel() == 0)
 
     def size(self, x: Val, axis: int) -> Val:
+        """A number."""
         return x.shape[axis]
 
 

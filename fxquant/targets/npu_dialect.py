@@ -44,12 +44,12 @@ class Dialect:
 
     def weight_only(self, node: fx.Node) -> None:
         """Replace a ``weight_only_mm``."""
-        x, weight, text, bias = node.args
+        x, weight, text, bias = cast("fx.Node", node.args[0]), *node.args[1:]
         spec = QuantSpec.parse(cast("str", text))
         constants = dict(zip(spec.names, cast("list[fx.Node]", weight), strict=True))
         form = constants["codes"].meta.get("form")
         held = HELD[form.held] if form is not None and form.held else compute_dtype(value(x).dtype)
-        self._replace(node, cast("fx.Node", x), "weight only", constants, bias, held, value(x).dtype, spec)
+        self._replace(node, x, "weight only", constants, bias, held, value(x).dtype, spec)
 
     def scaled(self, node: fx.Node) -> bool:
         """Replace a ``scaled_mm`` that is not of int8 codes with dynamic scales; whether it was one."""
@@ -97,13 +97,15 @@ class Dialect:
         codes = constants["codes"]
         n = value(codes).shape[0]
         cuts = cuts_of(node)
-        parts = self._parts_n(codes, family, n, cuts)
+        parts = self._parts_n(codes, family, n)
         outs: list[Val] = []
         if b.none(x):
             with inserting_before(self.gm, node):
                 outs = [b.zeros(x, n, out_dtype)]
         else:
-            act = self._quantized(source, family, constants, dtype) if family != "weight only" else (None, None)
+            act = (
+                self._quantized(source, family, constants, dtype) if family != "weight only" else (None, None)
+            )
             with inserting_before(self.gm, node):
                 k = _features(codes)
                 if family == "weight only":
@@ -128,12 +130,14 @@ class Dialect:
             node.replace_all_uses_with(whole)
         self.gm.graph.erase_node(node)
 
-    def _parts_n(self, codes: fx.Node, family: Family, n: int, cuts: tuple[int, ...]) -> tuple[int, ...]:
+    def _parts_n(self, codes: fx.Node, family: Family, n: int) -> tuple[int, ...]:
         form: Form | None = codes.meta.get("form")
         if form is not None:
             return form.parts_n or (n,)
         # A cut of the weight: in parts as its own shape demands.
-        limit = width_of("npu_weight_quant_batchmatmul" if family == "weight only" else "npu_quant_matmul", self.chip)
+        limit = width_of(
+            "npu_weight_quant_batchmatmul" if family == "weight only" else "npu_quant_matmul", self.chip
+        )
         return even_parts(n, limit) if limit is not None and n > limit else (n,)
 
     def _quantized(

@@ -31,7 +31,7 @@ PER_INT32 = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Constants of a part: ``codes`` ``[n, ...]``, or ``[K, n]`` with ``kn``; ``scale`` and the like ``[n, G]``.
+    """Constants of a part: ``codes`` ``[n, ...]``, or ``[K, n]`` with ``kn``; scale and zero ``[n, G]``.
 
     ``deq_scale`` ``[n]`` and ``act_scale`` ``[1]`` are those of a static activation.
     """
@@ -90,7 +90,9 @@ def static(b: Build, codes: Val, part: Part, dtype: torch.dtype) -> Val:
         if dtype == torch.float16:
             scale = b.call(aten.reshape.default, part.scale, [-1])
             token = b.call(aten.expand.default, part.act_scale, [b.size(codes, 0)])
-            kwargs["pertoken_scale"] = b.call(aten.clone.default, token, memory_format=torch.contiguous_format)
+            kwargs["pertoken_scale"] = b.call(
+                aten.clone.default, token, memory_format=torch.contiguous_format
+            )
     weight = part.codes if part.kn else b.call(aten.t.default, part.codes)
     kwargs["output_dtype"] = dtype_code(dtype)
     return b.npu("npu_quant_matmul", codes, codes, weight, scale, **kwargs)
@@ -136,7 +138,7 @@ def fp8_block(b: Build, codes: Val, token: Val, part: Part, dtype: torch.dtype) 
 
 
 def mx(b: Build, codes: Val, exponents: Val, part: Part, dtype: torch.dtype) -> Val:
-    """Codes e4m3 or e2m1 with exponents ``[M, ceil(K / 64), 2]``, times those with ``[ceil(K / 64), n, 2]``."""
+    """Codes e4m3 or e2m1, exponents ``[M, ceil(K / 64), 2]`` times ``[ceil(K / 64), n, 2]``."""
     kwargs = {} if part.bias is None else {"bias": b.cast(part.bias, torch.float32)}
     if b.value(codes).dtype == torch.uint8:
         kwargs |= {"x1_dtype": E2M1, "x2_dtype": E2M1}

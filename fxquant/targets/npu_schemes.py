@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -38,6 +38,28 @@ class Question:
     layout: str = "nd"
 
 
+FAMILIES: Mapping[tuple[str, str], Family] = {
+    ("int8[1,*]", "int8[*,*]static"): "static",
+    ("e4m3[1,*]", "e4m3[1,*]dyn"): "fp8",
+    ("e4m3[128,128]", "e4m3[1,128]dyn"): "fp8 block",
+    ("e4m3[1,32]e8m0", "e4m3[1,32]e8m0dyn"): "mx fp8",
+    ("e2m1[1,32]e8m0", "e2m1[1,32]e8m0dyn"): "mx fp4",
+}
+"""How codes of a weight and an activation are multiplied. Weights alone: int8 and int4."""
+
+_V5 = "ops-nn aclnnQuantMatmulV5.md v9.1.0 :799-946"
+
+WITHOUT_OP: Mapping[tuple[str, str], str] = {
+    ("int4[1,128]", "int8[1,*]dyn"): f"{MATMUL} of int8 and int4 codes takes scales for groups of 256 along "
+    "K, not 128 (M:4186), on A2 and A3 alone",
+    ("e4m3[*,*]", "e4m3[*,*]dyn"): "npu_dynamic_quant gives float8 codes with a scale per token; one for a "
+    "whole activation is not documented (D:4654-4754, ops-nn aclnnDynamicQuantV2.md)",
+    ("e2m1[1,16]e4m3", "e2m1[1,16]e4m3dyn"): f"{MATMUL} takes fp4 codes with e8m0 scales for 32 along K, not "
+    f"e4m3 scales for 16 ({_V5})",
+}
+"""Why no op has the arithmetic of a scheme, whatever the chip."""
+
+
 def family_of(scheme: Scheme) -> Family | Refusal:
     """How a scheme is multiplied on an NPU, or why no op has its arithmetic on any chip."""
     weight, act = scheme.weight, scheme.act
@@ -46,28 +68,10 @@ def family_of(scheme: Scheme) -> Family | Refusal:
         return "weight only"
     if act is None:
         return Refusal(reason=f"{WEIGHT_ONLY} takes int8 and int4 codes, not {weight.codes} (D:5409-5470)")
-    if act.static and weight.codes == act.codes == "int8":
-        return "static"
-    if weight.codes == "int4":
-        return Refusal(
-            reason=f"{MATMUL} of int8 and int4 codes takes scales for groups of 256 along K, not "
-            f"{weight.block[1]} (M:4186), on A2 and A3 alone"
-        )
-    if weight.scale == "e8m0":
-        return "mx fp8" if weight.codes == "e4m3" else "mx fp4"
-    if weight.codes == "e4m3" and weight.block == (128, 128):
-        return "fp8 block"
-    if weight.codes == "e4m3" and weight.block[0] == act.block[0] == 1:
-        return "fp8"
-    if weight.codes == "e4m3":
-        return Refusal(
-            reason="npu_dynamic_quant gives float8 codes with a scale per token; one for a whole "
-            "activation is not documented (D:4654-4754, ops-nn aclnnDynamicQuantV2.md)"
-        )
-    return Refusal(
-        reason=f"{MATMUL} takes fp4 codes with e8m0 scales for 32 along K, not {weight.scale} scales for "
-        f"{weight.block[1]} (ops-nn aclnnQuantMatmulV5.md v9.1.0 :799-946)"
-    )
+    key = (str(weight.plain), str(act))
+    if key in FAMILIES:
+        return FAMILIES[key]
+    return Refusal(reason=WITHOUT_OP.get(key, f"no row of the table has {weight.plain} codes with {act}"))
 
 
 def calls_of(asked: Question) -> list[Call] | Refusal:
@@ -88,7 +92,9 @@ def _weight_only(asked: Question) -> list[Call] | Refusal:
     weight = Operand(shape=(k, n), dtype=torch.int8, layout="t")
     if spec.packed:
         if k % PER_INT32:
-            return Refusal(reason=f"K = {k} is not a multiple of 8, and eight int4 codes are an int32 (D:5009)")
+            return Refusal(
+                reason=f"K = {k} is not a multiple of 8, and eight int4 codes are an int32 (D:5009)"
+            )
         if n == 1 or k == PER_INT32:
             return Refusal(reason=f"{n} x {k} int4 codes: N and K / 8 of 1 are not taken transposed (D:5470)")
         weight = Operand(shape=(k // PER_INT32, n), dtype=torch.int32, layout="t")
@@ -149,14 +155,14 @@ def _floats(asked: Question, family: Family) -> list[Call] | Refusal:
     else:
         if -(-k // 32) % 2:
             return Refusal(
-                reason=f"K = {k} has an odd number of blocks of 32, and the op takes exponents in pairs (M:5109)"
+                reason=f"K = {k} has an odd number of blocks of 32, and exponents come in pairs (M:5109)"
             )
         pairs = -(-k // 64)
         operands["scale"] = Operand(shape=(pairs, n, 2), dtype=torch.float8_e8m0fnu, layout="strided")
         operands["pertoken_scale"] = Operand(shape=(None, pairs, 2), dtype=torch.uint8)
         e8m0 = torch.float8_e8m0fnu
         attributes |= {"group_sizes": MX_GROUPS, "scale_dtype": e8m0, "pertoken_scale_dtype": e8m0}
-        kind = E4M3
+        kind: object = E4M3
         if family == "mx fp4":
             if k % 2:
                 return Refusal(reason=f"K = {k} is odd, and two fp4 codes are a byte (M:5109)")
@@ -208,19 +214,37 @@ def arrange_scheme(
     if whole is not None:
         if policy == "host":
             return Layout(host=True, reason=f'host: asked for: wide="host"; {whole.reason}')
-        parts, how = parts_of(asked, chip, cuts)
-        refused = None if len(parts) > 1 else whole
-        for n in parts:
-            refused = refused or refusal_of(replace(asked, n=n), chip)
-        if refused is not None or policy == "float":
-            return Refusal(reason=f"float: {(refused or whole).reason}")
-        reasons.append(f"split: {how}")
-        layout = replace(layout, parts_n=parts, rejected=(("as is", whole.reason),))
+        found = _over_the_limit(asked, whole, cuts, chip, policy)
+        if isinstance(found, Refusal):
+            return found
+        layout = replace(found, held=held)
+        reasons.append(layout.reason)
     if nz:
-        refused = _refuses_nz(asked, layout.parts_n or (asked.n,), chip, family)
-        reasons.append(f"not in FRACTAL_NZ: {refused}" if refused else "cast to FRACTAL_NZ")
-        layout = replace(layout, nz=not refused)
+        why_not = _refuses_nz(asked, layout.parts_n or (asked.n,), chip, family)
+        reasons.append(f"not in FRACTAL_NZ: {why_not}" if why_not else "cast to FRACTAL_NZ")
+        layout = replace(layout, nz=not why_not)
     return replace(layout, reason="; ".join(reasons))
+
+
+def _over_the_limit(
+    asked: Question, whole: Refusal, cuts: tuple[int, ...], chip: NpuChip, policy: Policy
+) -> Layout | Refusal:
+    """The layout of a weight that is refused as it is, for the reason ``whole``."""
+    rejected: tuple[tuple[str, str], ...] = (("as is", whole.reason),)
+    kn = family_of(asked.scheme) == "static"
+    if policy == "transpose":
+        turned = refusal_of(replace(asked, layout="t"), chip) if kn else whole
+        if turned is None:
+            reason = "transpose: kept [n, k] and passed as the .t() view, whose innermost axis is K"
+            return Layout(reason=reason, rejected=rejected)
+        rejected += (("transpose", turned.reason),)
+    parts, how = parts_of(asked, chip, cuts)
+    refused = None if len(parts) > 1 else whole
+    for n in parts:
+        refused = refused or refusal_of(replace(asked, n=n), chip)
+    if refused is not None or policy == "float":
+        return Refusal(reason=f"float: {(refused or whole).reason}")
+    return Layout(kn=kn, parts_n=parts, reason=f"split: {how}", rejected=rejected)
 
 
 def parts_of(asked: Question, chip: NpuChip, cuts: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
