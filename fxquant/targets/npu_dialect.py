@@ -154,6 +154,7 @@ class Dialect:
                     if steps is None:
                         given = source.args[1]
                         steps = b.call(aten.expand.default, given, [k])
+                    steps = b.narrow(steps, 0, 0, k)  # the weight may be cut
                     self.made[source] = static_codes(b, b.matrix(x, k), steps), None
                 else:
                     matrix = b.matrix(x if family.startswith("mx") else b.cast(x, dtype), k)
@@ -211,11 +212,12 @@ def _codes(
         part = cast("list[fx.Node]", codes.args[0])[index]
     elif count > 1:
         part = b.narrow(codes, 0, *span)
-    if family == "weight only":
-        return _held(b, part, "codes", None), False
     if family == "static" and is_call(part, aten.t.default):
         return part.args[0], True
-    return part, False
+    if family == "weight only":
+        part = _held(b, part, "codes", None)
+    # Cuts of a weight may be strided, which the ops do not take.
+    return part if value(part).is_contiguous() else b.call(aten.contiguous.default, part), False
 
 
 def _held(b: InGraph, node: fx.Node, name: str, dtype: torch.dtype | None) -> Val:
