@@ -22,7 +22,8 @@ class Form:
     look-ups of an embedding that shares them with a quantized head. ``kn``: codes lie in memory as
     ``[K, N]``. ``nz``: on an NPU they are cast to FRACTAL_NZ, its blocked layout. ``parts_n`` and
     ``parts_k``: the sizes into which N and K are cut, each part a constant of its own (empty: one
-    part). ``odd_k``: K is odd, and the last byte of packed codes holds one. ``held``: constants are as
+    part). ``odd_k``: K is odd, and the last byte of packed codes holds one. ``rotated``: the codes are of
+    the weight rotated along K, and activations are rotated before they meet it. ``held``: constants are as
     the ops of a target take them for activations of this dtype, see ``held``. ``HOST`` is the form of a
     float weight that stays in main memory and is copied to the device for each call.
     """
@@ -33,6 +34,7 @@ class Form:
     kn: bool = False
     nz: bool = False
     odd_k: bool = False
+    rotated: bool = False
     held: str = ""
     parts_n: tuple[int, ...] = ()
     parts_k: tuple[int, ...] = ()
@@ -138,8 +140,9 @@ class Form:
         n, k = self.codes_shape(shape)
         whole = self.weight.constants(n, k)
         codes_dtype, _ = whole.pop("codes")
+        sizes = self.part_shapes(n, k)
         found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-            name: (codes_dtype, size) for name, size in zip(self.codes, self.part_shapes(n, k), strict=True)
+            name: (codes_dtype, size) for name, size in zip(self.codes, sizes, strict=True)
         }
         found |= whole
         if self.table:
@@ -160,10 +163,10 @@ class Form:
             for axis, sizes in (("n", self.parts_n), ("k", self.parts_k))
             if sizes
         )
-        set_flags = {"t": self.transposed, "kn": self.kn, "nz": self.nz, "odd": self.odd_k}
-        set_flags |= {self.held: bool(self.held)}
-        flags = "".join(f".{flag}" for flag, is_set in set_flags.items() if is_set)
-        return f"{self.scheme}{flags}{parts}{'+table' if self.table else ''}"
+        flags = {"t": self.transposed, "kn": self.kn, "nz": self.nz, "odd": self.odd_k, "rot": self.rotated}
+        flags[self.held] = bool(self.held)
+        text = "".join(f".{flag}" for flag, is_set in flags.items() if is_set)
+        return f"{self.scheme}{text}{parts}{'+table' if self.table else ''}"
 
     @staticmethod
     def parse(text: str) -> Form:
@@ -180,6 +183,7 @@ class Form:
             kn=bool(match["kn"]),
             nz=bool(match["nz"]),
             odd_k=bool(match["odd"]),
+            rotated=bool(match["rot"]),
             held=match["held"] or "",
             parts_n=_sizes(match["n"]),
             parts_k=_sizes(match["k"]),
@@ -194,7 +198,7 @@ HOST = Form(scheme="none")
 
 _FORM = re.compile(
     r"(?P<scheme>[a-z0-9_]+(\(refine=[a-z]+\))?)"
-    r"(?P<transposed>\.t)?(?P<kn>\.kn)?(?P<nz>\.nz)?(?P<odd>\.odd)?(\.(?P<held>bf16|f16))?"
+    r"(?P<transposed>\.t)?(?P<kn>\.kn)?(?P<nz>\.nz)?(?P<odd>\.odd)?(?P<rot>\.rot)?(\.(?P<held>bf16|f16))?"
     r"(/n:(?P<n>[\d,]+))?(/k:(?P<k>[\d,]+))?(?P<table>\+table)?"
 )
 

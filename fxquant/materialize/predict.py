@@ -6,13 +6,11 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 
-import torch
-
 from fxquant.form import Form
 from fxquant.fractal_nz import padded_bytes
 from fxquant.materialize.blocks import Blocks
 from fxquant.materialize.jobs import LOOKAHEAD, Schedule
-from fxquant.materialize.recipes import LoadGraph, Recipe, Shapes, laid_out_shapes, result_vals
+from fxquant.materialize.recipes import LoadGraph, Recipe, Shapes, held_shapes, laid_out_shapes, result_vals
 from fxquant.timeline import Moment
 
 MAX_MOMENTS = 512
@@ -36,7 +34,7 @@ class _Resident:
         shapes = tuple((val.shape, val.dtype) for val in result_vals(self.graph.templates[recipe.template]))
         if recipe.laid_out is not None:
             shapes = laid_out_shapes(recipe.laid_out, shapes)
-        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes] + [4] * len(recipe.given)
         if recipe.host:
             self.host += sum(sizes)
             return
@@ -63,13 +61,10 @@ class _Resident:
 
 def _held(form: Form, shapes: Shapes, taken: Sequence[int]) -> list[tuple[int, int]]:
     """For each constant that ``form`` holds otherwise, its block so far, if any, and its bytes."""
-    count = len(form.codes)
-    rows, columns = form.whole_size([shape for shape, _ in shapes[:count]])
-    whole = (columns, rows) if form.transposed else (rows, columns)
-    final = form.shapes(whole, torch.float32)
+    final = held_shapes(form, shapes)
     made = {name: (shapes[i], taken[i]) for i, name in enumerate(form.constants[: len(shapes)])}
     found = []
-    for name, (dtype, size) in list(final.items())[count:]:
+    for name, (dtype, size) in list(final.items())[len(form.codes) :]:
         (_, before), block = made.get(name, ((None, None), 0))
         if name in form.derived or (name in made and name != "table" and before != dtype):
             found.append((block, math.prod(size) * dtype.itemsize))
