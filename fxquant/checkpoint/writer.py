@@ -40,6 +40,7 @@ from fxquant.checkpoint.header import DTYPES, MAX_HEADER_BYTES, load_json, short
 from fxquant.checkpoint.pieces import pieces_of
 from fxquant.errors import CheckpointFileError, ConfigError
 from fxquant.form import Form
+from fxquant.held import FLIP, flipped, unhold
 
 SHARD_BYTES = 4 * 2**30
 """The most that a file holds, unless a single tensor is larger."""
@@ -65,6 +66,23 @@ class WeightConstants:
     shape: tuple[int, ...]
     tensors: tuple[Tensor, ...]
     flip: int = 0
+
+
+def constants_in_files(
+    form: Form | None, dtype: torch.dtype, shape: tuple[int, ...], constants: Sequence[Tensor]
+) -> WeightConstants:
+    """A weight to be written, from its constants: as its scheme has them, whatever a device holds."""
+    if form is None or not form.held:
+        return WeightConstants(
+            form=None if form is None else form.in_files, dtype=dtype, shape=shape, tensors=tuple(constants)
+        )
+    stored = tuple(
+        part if name in form.codes else unhold(form, name, part)  # codes are turned while they are written
+        for name, part in zip(form.constants, constants, strict=True)
+        if name not in form.derived
+    )
+    flip = FLIP if flipped(form) else 0
+    return WeightConstants(form=form.in_files, dtype=dtype, shape=shape, tensors=stored, flip=flip)
 
 
 def write_constants(

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from fxquant.checkpoint import WeightConstants
+from fxquant.checkpoint import WeightConstants, constants_in_files
 from fxquant.errors import ConfigError, QuantizedWeightError
 from fxquant.form import Form
-from fxquant.held import FLIP, flipped, unhold
 from fxquant.parameters import WeightGroup, owner_of, weight_groups
 from fxquant.runtime.quantized_weight import QuantizedWeight
 from fxquant.runtime.shell import Shell
@@ -44,28 +43,10 @@ def held_constants(model: nn.Module) -> Held:
 def constants_to_save(model: nn.Module) -> Mapping[str, WeightConstants]:
     """Every weight of a compiled model, as the writer takes it."""
     shell_of(model)
-    found = {}
-    for fqn, (group, form, constants) in held_constants(model).items():
-        shape = tuple(group.tensor.shape)
-        stored, flip = constants, 0
-        if form is not None and form.held:
-            parts = dict(zip(form.constants, constants, strict=True))
-            # Codes are turned while they are written: they are most of the bytes.
-            kept = [name for name in form.constants if name not in form.derived]
-            stored = tuple(
-                part if name in form.codes else unhold(form, name, part)
-                for name, part in parts.items()
-                if name in kept
-            )
-            flip = FLIP if flipped(form) else 0
-        found[fqn] = WeightConstants(
-            form=None if form is None else form.in_files,
-            dtype=group.tensor.dtype,
-            shape=shape,
-            tensors=stored,
-            flip=flip,
-        )
-    return found
+    return {
+        fqn: constants_in_files(form, group.tensor.dtype, tuple(group.tensor.shape), constants)
+        for fqn, (group, form, constants) in held_constants(model).items()
+    }
 
 
 def constants_to_fill(held: Held, wanted: Iterable[str]) -> dict[str, tuple[Tensor, ...]]:

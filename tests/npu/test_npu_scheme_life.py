@@ -254,3 +254,13 @@ def test_conv1d(npu, scheme: str) -> None:
     )  # fmt: skip
     assert torch.equal(run(model, x), run(twin, x))
     assert fxquant.report(model).fallbacks == 0
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_second_start_reads_the_cache(npu, state, tmp_path: Path, scheme: str) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(state, path)
+    first = compiled(path, scheme, cache_dir=tmp_path / "cache")
+    second = compiled(path, scheme, cache_dir=tmp_path / "cache")
+    assert "the cache" in fxquant.report(second).origin
+    assert same(held(second), held(first))

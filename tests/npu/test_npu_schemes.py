@@ -167,3 +167,48 @@ def test_numbers_on_950(simulate, npu, scheme, dtype):
             torch.testing.assert_close(out, want, rtol=ULP[dtype], atol=ULP[dtype] / 8)
     report = fxquant.report(model)
     assert (report.fallbacks, report.unnormalized) == (0, ())
+
+
+@pytest.mark.parametrize(("scheme", "bias"), [("int8_weight_only", True), ("int8_static", False)])
+def test_numbers_on_310p(simulate, npu, scheme, bias):
+    simulate(A310P)
+    state = state_of(make(bias, HALF))
+    model = compiled(state, torch.zeros(2, K, dtype=HALF), scheme, A310P, bias=bias)
+    assert model.fxquant_plan.weight("weight").form.startswith(scheme)
+    for x in inputs(HALF, SOME):
+        for call in (model, model.forward):
+            assert torch.equal(run(call, x), expected(scheme, x, state))
+
+
+AHEAD = [
+    ("int8_weight_only", A2), ("int4_g32_asym", A3), ("int8_static", A2), ("fp8", A950), ("fp8_block", A950),
+    ("mxfp8", A950), ("mxfp4", A950),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("scheme", "chip"), AHEAD)
+def test_the_program_ahead_of_time(simulate, npu, scheme, chip):
+    """One exported graph for every number of rows, none among them."""
+    simulate(chip)
+    state = state_of(make(True, BF16))
+    with fxquant.meta_init():
+        model = make(True, BF16).eval()
+    config = {"re:.*": {"scheme": scheme, "act_scale": 0.05}} if scheme == "int8_static" else None
+    lowered = fxquant.lower(
+        model, state, backend="npu", scheme=scheme, config=config, target=f"{chip},cann=9.0",
+        example_inputs=(torch.zeros(3, K, dtype=BF16, device=npu),), dynamic=True,
+    ).materialize()  # fmt: skip
+    of_codes = scheme.startswith("int")
+    for x in inputs(BF16, [(17, K), (1, K), (0, K)]):
+        want = expected(scheme, x, state) if of_codes else reference(scheme, x, state)
+        torch.testing.assert_close(run(lowered, x), want, rtol=0 if of_codes else ULP[BF16], atol=2.0**-10)
+
+
+def test_a_scheme_that_the_chip_does_not_take_stays_float(simulate, npu):
+    state = state_of(make(True, BF16))
+    model = compiled(state, torch.zeros(2, K, dtype=BF16), "mxfp8", A2)
+    row = model.fxquant_plan.weight("weight")
+    assert row.form == "float"
+    assert row.reason.startswith("needs 950: npu_dynamic_mx_quant on A2")
+    with pytest.raises(fxquant.errors.RefusedError, match="needs 950"):
+        compiled(state, torch.zeros(2, K, dtype=BF16), "mxfp8", A2, strict=True)
