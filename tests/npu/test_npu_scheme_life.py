@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.pytorch_utils import Conv1D
 
 import fxquant
@@ -264,3 +265,27 @@ def test_the_second_start_reads_the_cache(npu, state, tmp_path: Path, scheme: st
     second = compiled(path, scheme, cache_dir=tmp_path / "cache")
     assert "the cache" in fxquant.report(second).origin
     assert same(held(second), held(first))
+
+
+@pytest.mark.parametrize("scheme", ["int8_weight_only", "int4_g32_asym"])
+def test_a_transformers_model(npu, scheme: str) -> None:
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=96, max_position_embeddings=64, dtype=BF16,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    twin = AutoModelForCausalLM.from_config(config, dtype=BF16).eval()
+    ids = torch.randint(0, 96, (2, 5), generator=torch.Generator().manual_seed(1))
+    state = {name: value.detach() for name, value in twin.state_dict().items()}
+    options = {"scheme": scheme, "example_inputs": {"input_ids": ids}, "progress": False}
+    with fxquant.meta_init():
+        model, on_cpu = (AutoModelForCausalLM.from_config(config, dtype=BF16).eval() for _ in range(2))
+    model = fxquant.compile(model, state, backend="npu", target=A2, **options)
+    on_cpu = fxquant.compile(on_cpu, state, backend="cpu", **options)
+    with torch.no_grad():
+        out, want = model(input_ids=ids.npu()).logits.cpu().float(), on_cpu(input_ids=ids).logits.float()
+    assert (out - want).norm() <= 0.03 * want.norm()  # bfloat16: other roundings of scales and of sums
+    tokens = model.generate(ids.npu(), max_new_tokens=4, do_sample=False)
+    assert tokens.shape == (2, 9)
+    report = fxquant.report(model)
+    assert (report.fallbacks, report.unnormalized) == (0, ())
