@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,7 +25,8 @@ class Form:
     ``parts_k``: the sizes into which N and K are cut, each part a constant of its own (empty: one
     part). ``odd_k``: K is odd, and the last byte of packed codes holds one. ``kernel``: the parameter is
     that of a convolution, ``[N, K / prod(kernel), *kernel]``. ``rotated``: the codes are of the weight
-    rotated along K, and activations are rotated before they meet it. ``HOST`` is the form of a float
+    rotated along K, and activations are rotated before they meet it. ``held``: constants are as the ops
+    of a target take them for activations of this dtype, see ``held``. ``HOST`` is the form of a float
     weight that stays in main memory and is copied to the device for each call.
     """
 
@@ -35,6 +37,7 @@ class Form:
     nz: bool = False
     odd_k: bool = False
     rotated: bool = False
+    held: str = ""
     parts_n: tuple[int, ...] = ()
     parts_k: tuple[int, ...] = ()
     kernel: tuple[int, ...] = ()
@@ -75,12 +78,27 @@ class Form:
         if self.host:
             return ("value",)
         table = ("table",) if self.table else ()
-        return (*self.codes, *self.weight.names[1:], *table, *self.given)
+        return (*self.codes, *self.weight.names[1:], *table, *self.given, *self.derived)
 
     @property
     def given(self) -> tuple[str, ...]:
         """Names of the constants that are not made of the weight: the scale of a static activation."""
         return ("act_scale",) if self.act is not None and self.act.static else ()
+
+    @property
+    def derived(self) -> tuple[str, ...]:
+        """Names of the constants that are made of others, for the ops of a target."""
+        return ("act_scales", "deq_scale") if self.held and self.given else ()
+
+    @property
+    def held_dtype(self) -> torch.dtype:
+        """The dtype that ``held`` names."""
+        return HELD[self.held]
+
+    @property
+    def in_files(self) -> Form:
+        """The form as files have it: layouts of a device are not stored."""
+        return replace(self, nz=False, held="")
 
     def regions(self, n: int, k: int) -> tuple[tuple[slice, slice], ...]:
         """Rows and columns of the codes ``[N, K]`` that each part holds."""
@@ -103,6 +121,13 @@ class Form:
         spec = self.weight
         sizes = ((r.stop - r.start, spec.columns(c.stop - c.start)) for r, c in self.regions(n, k))
         return tuple(size[::-1] if self.kn else size for size in sizes)
+
+    def whole_size(self, parts: Sequence[Sequence[int]]) -> tuple[int, int]:
+        """N and K of codes whose constants have these shapes."""
+        width = max(len(self.parts_k), 1)
+        n_axis, k_axis = (1, 0) if self.kn else (0, 1)
+        columns = sum(part[k_axis] for part in parts[:width])
+        return sum(part[n_axis] for part in parts[::width]), self.features(columns)
 
     def codes_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """N and K of a parameter of ``shape``."""
@@ -145,7 +170,13 @@ class Form:
         found |= whole
         if self.table:
             found["table"] = (dtype, shape)
-        return {**found, **dict.fromkeys(self.given, (torch.float32, (1,)))}
+        found |= dict.fromkeys(self.given, (torch.float32, (1,)))
+        if self.held and self.act is None:
+            found |= {name: (self.held_dtype, found[name][1]) for name in self.weight.names[1:]}
+        if self.derived:
+            packed = torch.int64 if self.held_dtype == torch.float16 else torch.float32
+            found |= {"act_scales": (torch.float32, (k,)), "deq_scale": (packed, (n,))}
+        return found
 
     def __str__(self) -> str:
         if self.host:
@@ -156,6 +187,7 @@ class Form:
             if sizes
         )
         flags = {"t": self.transposed, "kn": self.kn, "nz": self.nz, "odd": self.odd_k, "rot": self.rotated}
+        flags[self.held] = bool(self.held)
         text = "".join(f".{flag}" for flag, is_set in flags.items() if is_set)
         kernel = f".conv{'x'.join(map(str, self.kernel))}" if self.kernel else ""
         return f"{self.scheme}{kernel}{text}{parts}{'+table' if self.table else ''}"
@@ -176,11 +208,15 @@ class Form:
             nz=bool(match["nz"]),
             odd_k=bool(match["odd"]),
             rotated=bool(match["rot"]),
+            held=match["held"] or "",
             parts_n=_sizes(match["n"]),
             parts_k=_sizes(match["k"]),
             kernel=tuple(int(size) for size in match["kernel"].split("x")) if match["kernel"] else (),
         )
 
+
+HELD = {"bf16": torch.bfloat16, "f16": torch.float16}
+"""What ``Form.held`` may be."""
 
 HOST_TEXT = "float@host"
 HOST = Form(scheme="none")
@@ -188,7 +224,7 @@ HOST = Form(scheme="none")
 _FORM = re.compile(
     r"(?P<scheme>[a-z0-9_]+(\(refine=[a-z]+\))?)"
     r"(\.conv(?P<kernel>[1-9]\d{0,8}(x[1-9]\d{0,8}){0,2}))?"
-    r"(?P<transposed>\.t)?(?P<kn>\.kn)?(?P<nz>\.nz)?(?P<odd>\.odd)?(?P<rot>\.rot)?"
+    r"(?P<transposed>\.t)?(?P<kn>\.kn)?(?P<nz>\.nz)?(?P<odd>\.odd)?(?P<rot>\.rot)?(\.(?P<held>bf16|f16))?"
     r"(/n:(?P<n>\d{1,18}(,\d{1,18})*))?(/k:(?P<k>\d{1,18}(,\d{1,18})*))?(?P<table>\+table)?"
 )
 

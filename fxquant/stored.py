@@ -108,7 +108,7 @@ def decide_stored(
             f"{reason}. Load the original checkpoint for this target"
         )
     assert isinstance(layout, Layout)
-    form = replace(stored.form, nz=layout.nz and stored.form.kn)  # files hold no FRACTAL_NZ
+    form = replace(stored.form, nz=layout.nz and stored.form.kn, held=layout.held)
     return Decision(form=form, reason=_reason(stored, checkpoint), asked=True)
 
 

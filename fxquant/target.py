@@ -25,8 +25,8 @@ class Kernel:
     eager: str = ""
     """The op for calls outside of graphs; empty: ``op``.
 
-    One with the dialect op's own signature, or for ``scaled_mm`` one named ``linear``:
-    ``linear(x, codes, scale, bias, form, out_dtype)`` with the codes in the parts of the form.
+    One with the dialect op's own signature, or one named ``linear``:
+    ``linear(x, constants, bias, form, out_dtype)`` with the constants of the form in their order.
     """
 
 
@@ -44,11 +44,12 @@ class Limit:
 class Layout:
     """How the codes of a weight are to lie, why, and why not otherwise.
 
-    ``kn``, ``nz``, ``parts_n``, ``parts_k`` as in ``scheme.Form``. ``rejected``: alternatives and reasons.
+    ``kn``, ``nz``, ``held``, ``parts_n``, ``parts_k`` as in ``form.Form``. ``rejected``: alternatives and reasons.
     """
 
     kn: bool = False
     nz: bool = False
+    held: str = ""
     parts_n: tuple[int, ...] = ()
     parts_k: tuple[int, ...] = ()
     host: bool = False

@@ -15,10 +15,10 @@ from torch import Tensor, fx, nn
 import fxquant
 from fxquant.capture import capture
 from fxquant.errors import ConfigError, GraphCheckError
+from fxquant.form import Form
 from fxquant.graph import call, count_calls, dump, placeholders
 from fxquant.pass_manager import PassResult, check, pass_name, run_passes
 from fxquant.passes import rewrite
-from fxquant.form import Form
 from fxquant.target import Kernel, Target
 
 aten = torch.ops.aten

@@ -59,6 +59,8 @@ class Recipe:
     """Values of the last constants, each of one element, that are not made of the weight; None: kept."""
     nz: int = 0
     """The first constants, this many of them, are cast to FRACTAL_NZ once they are whole, on an NPU."""
+    held: Form | None = None
+    """The form as which the constants are held once they are whole; None: as they are made."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,6 +98,7 @@ class LoadGraph:
             host=host,
             given=() if form is None or reads.stored else tuple(given.get(name) for name in form.given),
             nz=len(form.codes) if form is not None and form.nz else 0,
+            held=form if form is not None and form.held else None,
         )
         self.recipes.append(recipe)
         return recipe
@@ -103,7 +106,9 @@ class LoadGraph:
     def _find(self, fqn: str, reads: Reads, dtype: torch.dtype, form: Form | None) -> int:
         how = None if reads.convert is None else getattr(reads.convert, "template", reads.convert)
         simple = not reads.same
-        plain = replace(form, kn=False, nz=False, parts_n=(), parts_k=()) if form is not None else None
+        plain = (
+            replace(form, kn=False, nz=False, held="", parts_n=(), parts_k=()) if form is not None else None
+        )
         shape_key = (how, reads.stored, reads.dtypes, reads.shapes, dtype, plain)
         if simple and shape_key in self._by_shape:
             return self._by_shape[shape_key]
@@ -190,6 +195,12 @@ def result_vals(gm: fx.GraphModule) -> tuple[Tensor, ...]:
 
 
 Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
+
+
+def held_shapes(form: Form, shapes: Shapes) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """The constants of ``form``, some of whose codes have these shapes, once the weight is whole."""
+    n, k = form.whole_size([shape for shape, _ in shapes[: len(form.codes)]])
+    return form.shapes((k, n) if form.transposed else (n, k), torch.float32)
 
 
 def laid_out_shapes(form: Form, shapes: Shapes) -> Shapes:

@@ -123,6 +123,7 @@ def choose_form(
         table=table,
         kn=layout.kn,
         nz=layout.nz,
+        held=layout.held,
         parts_n=layout.parts_n,
         parts_k=layout.parts_k,
         odd_k=scheme.weight.packed and k % 2 == 1,

@@ -23,6 +23,7 @@ from torch import fx
 from fxquant.errors import QuantizedWeightError
 from fxquant.form import Form
 from fxquant.graph import call, fake_mode_of, inserting_before, placeholders, value
+from fxquant.held import FLIP, HALF, flipped
 from fxquant.numerics import block_size
 from fxquant.ops import dequantize_weight as _  # noqa: F401 - registers the dialect
 from fxquant.passes.weight_uses import LinearUse, OtherUse, weight_uses
@@ -50,6 +51,21 @@ def _whole_codes(gm: fx.GraphModule, parts: list[fx.Node], form: Form) -> fx.Nod
     codes = joined[0] if len(joined) == 1 else call(gm, aten.cat.default, (joined, 0))
     codes.meta["form"] = form
     return codes
+
+
+def _unheld(gm: fx.GraphModule, name: str, part: fx.Node, form: Form) -> fx.Node:
+    """A constant as the scheme has it, of one that is held for a target's ops; they take it as it is."""
+    if not form.held or form.act is not None:
+        return part
+    if name in form.codes:
+        if not flipped(form):
+            return part
+        made = call(gm, aten.bitwise_xor.Scalar, (part, FLIP))
+    else:
+        made = call(gm, aten.to.dtype, (part, torch.float32))
+        made = call(gm, aten.rsub.Scalar, (made, HALF)) if name == "zero" else made
+    made.meta["held"] = part
+    return made
 
 
 def _expand(gm: fx.GraphModule, node: fx.Node, form: Form) -> None:
@@ -99,8 +115,9 @@ def _expand(gm: fx.GraphModule, node: fx.Node, form: Form) -> None:
 def _floats(gm: fx.GraphModule, parts: dict[str, fx.Node], form: Form, node: fx.Node) -> fx.Node:
     """The float values that the constants stand for, in the shape of the parameter ``node``."""
     val = value(node)
-    codes = _whole_codes(gm, [parts[name] for name in form.codes], form)
-    constants = [codes, *(parts[name] for name in form.weight.names[1:])]
+    codes = _whole_codes(gm, [_unheld(gm, name, parts[name], form) for name in form.codes], form)
+    constants = [codes, *(_unheld(gm, name, parts[name], form) for name in form.weight.names[1:])]
+    parts["scale"].meta["derived"] = {name: parts[name] for name in form.derived}
     k = form.codes_shape(tuple(val.shape))[1]
     args = (constants, str(form.weight.plain), k, val.dtype)
     anchor = call(gm, torch.ops.fxquant.dequantize_weight.default, args)

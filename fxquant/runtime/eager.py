@@ -21,12 +21,11 @@ class Weight(Protocol):
     """What is needed of a quantized weight."""
 
     form: Form
-    scale: Tensor
     act_scale: Tensor | None
 
     @property
-    def parts(self) -> tuple[Tensor, ...]:
-        """The constants that hold codes."""
+    def constants(self) -> tuple[Tensor, ...]:
+        """The constants of the form."""
 
     @property
     def whole(self) -> tuple[Tensor, ...]:
@@ -48,7 +47,7 @@ def quantized_linear(x: Tensor, weight: Weight, bias: Tensor | None, kernels: Ma
     name = _kernel(kernels.get(scheme.op, ""), scheme.op, x.device.type)
     op = resolve(name)
     if name.endswith("::linear"):
-        return op(x, list(weight.parts), weight.scale, bias, str(weight.form), dtype)  # type: ignore[no-any-return]
+        return op(x, list(weight.constants), bias, str(weight.form), dtype)  # type: ignore[no-any-return]
     if scheme.act is None:
         return op(x, list(weight.whole), spec, bias)  # type: ignore[no-any-return]
     if scheme.act.static:

@@ -22,6 +22,7 @@ from typing_extensions import Self
 from fxquant import numerics
 from fxquant.errors import QuantizedWeightError
 from fxquant.form import Form
+from fxquant.held import derive, hold, unhold
 from fxquant.runtime.eager import quantized_embedding, quantized_linear, whole_codes
 from fxquant.runtime.read_only import check_not_written, frozen
 from fxquant.runtime.state import RunState
@@ -91,9 +92,10 @@ class QuantizedWeight(Tensor):
 
     @property
     def whole(self) -> tuple[Tensor, ...]:
-        """The constants of the weight alone, with its codes in one part, in the order of its spec."""
+        """The constants of the weight alone, as its scheme has them, with its codes in one part."""
         names = self.form.weight.names[1:]
-        return (self.whole_codes(), *(getattr(self, name) for name in names))
+        codes = unhold(self.form, "codes", self.whole_codes())
+        return (codes, *(unhold(self.form, name, getattr(self, name)) for name in names))
 
     def dequantize(self) -> Tensor:
         """A plain float tensor of the claimed shape and dtype: what the codes stand for."""
@@ -320,7 +322,9 @@ def _copy_(func: Any, weight: QuantizedWeight, source: Tensor, non_blocking: boo
         floats = source.dequantize() if isinstance(source, QuantizedWeight) else source
         values = floats.to(weight.dtype)
         made = {"value": values} if weight.form.host else quantize_values(values, weight.form)
-        parts = tuple(made.get(name, getattr(weight, name)) for name in weight.form.constants)
+        made |= {name: getattr(weight, name) for name in weight.form.given}
+        made |= {name: derive(weight.form, name, made) for name in weight.form.derived}
+        parts = tuple(made[name] for name in weight.form.constants)
     for kept, new in zip(weight.constants, parts, strict=True):
         kept.copy_(new, non_blocking)
     return weight
@@ -335,16 +339,13 @@ def quantize_values(values: Tensor, form: Form) -> dict[str, Tensor]:
     parts = [part.t().contiguous() if form.kn else part.contiguous() for part in parts]
     found = dict(zip(form.codes, parts, strict=True))
     found |= dict(zip(form.weight.names[1:], beside, strict=True))
+    found = {name: hold(form, name, part) for name, part in found.items()}
     return {**found, "table": values.detach().clone()} if form.table else found
 
 
 def whole_shape(constants: tuple[Tensor, ...], form: Form) -> tuple[int, int]:
     """N and K of the codes that ``constants`` hold."""
-    width = max(len(form.parts_k), 1)
-    codes = constants[: len(form.codes)]
-    n_axis, k_axis = (1, 0) if form.kn else (0, 1)
-    columns = sum(part.shape[k_axis] for part in codes[:width])
-    return sum(part.shape[n_axis] for part in codes[::width]), form.features(columns)
+    return form.whole_size([part.shape for part in constants[: len(form.codes)]])
 
 
 def _lookup(func: Any, weight: QuantizedWeight, indices: Tensor, *args: Any, **kwargs: Any) -> Any:
