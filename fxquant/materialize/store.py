@@ -106,6 +106,10 @@ class Store:
         count = len(form.codes)
         return (Scattered.of(form, constants[:count], n, form.features(columns)), *constants[count:])
 
+    def beside_codes(self, recipe: Recipe) -> Sequence[Tensor] | None:
+        """What stands behind the codes of a weight that is there: scales and all the rest."""
+        return self._results(recipe)[1:] if recipe.fqn in self.constants else None
+
     def parts(self, job: Job) -> dict[int, Any]:
         """The parts of the constants that a job writes to, by the position of the template's result."""
         results = self._results(job.recipe)
