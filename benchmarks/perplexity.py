@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data import topics
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -91,14 +90,20 @@ def build_fake_quant(folder: Path) -> nn.Module:
     return model
 
 
+def build_empty(folder: Path) -> nn.Module:
+    """Return the bf16 model with fresh weights; on meta under `fxquant.meta_init()`."""
+    config = AutoConfig.from_pretrained(folder)
+    model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return model.eval()
+
+
 def build_fxquant(folder: Path) -> nn.Module:
     """Return the model that fxquant quantized to int8 while it loaded."""
     import fxquant
 
-    config = AutoConfig.from_pretrained(folder)
     with fxquant.meta_init():
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    compiled: nn.Module = fxquant.compile(model.eval(), folder, backend="cpu", scheme="int8")
+        model = build_empty(folder)
+    compiled: nn.Module = fxquant.compile(model, folder, backend="cpu", scheme="int8")
     return compiled
 
 

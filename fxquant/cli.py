@@ -1,4 +1,4 @@
-"""The shell verbs: ``fxquant plan``."""
+"""The shell verbs: ``fxquant plan``, ``fxquant schemes``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import nn
 import fxquant
 from fxquant.checkpoint import is_constants_folder
 from fxquant.errors import ConfigError, FxquantError
+from fxquant.targets.support import SHOWN, support_table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=fxquant.__version__)
     verbs = parser.add_subparsers(dest="verb", required=True)
     _add_plan(verbs)
+    _add_schemes(verbs)
     arguments = parser.parse_args(argv)
     try:
         return int(arguments.run(arguments))
@@ -35,7 +37,7 @@ def _add_plan(verbs: Any) -> None:
     plan.add_argument("checkpoint", help="folder with config.json and safetensors")
     plan.add_argument("--scheme", help="default: int8, or what a saved folder holds")
     plan.add_argument("--target", help="what to plan for, such as Ascend910B2,cann=9.0 with --backend npu")
-    plan.add_argument("--wide", default="auto", help="auto, split, transpose, float")
+    plan.add_argument("--wide", default="auto", help="auto, split, transpose, host, float")
     plan.add_argument("--html", metavar="FILE", help="also write the plan as a page for a browser")
     plan.add_argument("--backend", default="cpu")
     plan.add_argument("--ignore", action="append", metavar="PATTERN", help="keep layers float; repeatable")
@@ -62,6 +64,18 @@ def _plan(arguments: argparse.Namespace) -> int:
         print(plan.explain(arguments.explain))
     else:
         print({"text": plan.__str__, "summary": plan.summary, "json": plan.to_json}[arguments.format]())
+    return 0
+
+
+def _add_schemes(verbs: Any) -> None:
+    text = "every scheme, and what runs it on each target"
+    schemes = verbs.add_parser("schemes", help=text, description=text)
+    schemes.add_argument("--target", action="append", help="an Ascend chip such as Ascend910B2,cann=9.0")
+    schemes.set_defaults(run=_schemes)
+
+
+def _schemes(arguments: argparse.Namespace) -> int:
+    print(support_table(arguments.target or SHOWN))
     return 0
 
 

@@ -9,8 +9,9 @@ parameter's FQN and against the name of the module that owns it.
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -102,6 +103,19 @@ class QuantConfig:
             raise ConfigError(f"'scheme' must be the name of a scheme, got {scheme!r}")
         return make_config(scheme, data.get("config"), data.get("ignore"))
 
+    @staticmethod
+    def from_checkpoint(path: str | os.PathLike[str]) -> QuantConfig:
+        """The config that a quantized checkpoint was made with; ConfigError if it tells none.
+
+        Formats bring their readers (``register_reader``); there is one for folders that
+        ``save_checkpoint`` wrote.
+        """
+        for reader in _READERS:
+            found = reader(path)
+            if found is not None:
+                return found
+        raise ConfigError(f"{os.fspath(path)}: no config of a quantized checkpoint that can be read here")
+
     def to_dict(self) -> dict[str, object]:
         """The inverse of ``from_dict``."""
         scales = dict(self.act_scales)
@@ -132,11 +146,43 @@ class QuantConfig:
                 return _float(f"{head}: heads stay float unless a config entry asks", asked=False)
         return Choice(scheme=find_scheme(self.scheme), reason="default scheme", asked=False)
 
+    def choose_for_parts(self, fqns: Iterable[str], parts: Sequence[str]) -> Choice:
+        """The scheme of a weight that is made of several stored ones, known under the names ``parts``.
+
+        Entries may name the fused weight, or its parts; parts that disagree are an error.
+        """
+        names = tuple(fqns)
+        whole = self.choose(names)
+        if len(parts) < 2 or any(name_matches(p, name) for p in self.patterns for name in names):
+            return whole
+        chosen = {part: self.choose((part,)) for part in parts}
+        if len({(choice.scheme, choice.act_scale) for choice in chosen.values()}) > 1:
+            told = ", ".join(f"{part}: {choice.scheme.name}" for part, choice in chosen.items())
+            raise ConfigError(
+                f"{names[0]} is made of parts for which the config asks different things ({told}); give them "
+                f"one scheme, or name {names[0]} itself"
+            )
+        return next(iter(chosen.values()))
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """All patterns, of entries and of ``ignore``."""
+        return (*(pattern for pattern, _ in self.entries), *self.ignore)
+
     def unmatched(self, fqns: Iterable[str]) -> tuple[str, ...]:
         """The patterns that take none of ``fqns``."""
         names = tuple(fqns)
-        patterns = (*(pattern for pattern, _ in self.entries), *self.ignore)
-        return tuple(p for p in patterns if not any(name_matches(p, name) for name in names))
+        return tuple(p for p in self.patterns if not any(name_matches(p, name) for name in names))
+
+
+Reader = Callable[[str | os.PathLike[str]], QuantConfig | None]
+_READERS: list[Reader] = []
+
+
+def register_reader(reader: Reader) -> Reader:
+    """Let ``QuantConfig.from_checkpoint`` try ``reader``, which gives None for other formats."""
+    _READERS.append(reader)
+    return reader
 
 
 def _float(reason: str, *, asked: bool) -> Choice:

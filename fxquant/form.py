@@ -21,7 +21,8 @@ class Form:
     look-ups of an embedding that shares them with a quantized head. ``kn``: codes lie in memory as
     ``[K, N]``. ``nz``: on an NPU they are cast to FRACTAL_NZ, its blocked layout. ``parts_n`` and
     ``parts_k``: the sizes into which N and K are cut, each part a constant of its own (empty: one
-    part). ``odd_k``: K is odd, and the last byte of packed codes holds one. ``HOST`` is the form of a
+    part). ``odd_k``: K is odd, and the last byte of packed codes holds one. ``rotated``: the codes are of
+    the weight rotated along K, and activations are rotated before they meet it. ``HOST`` is the form of a
     float weight that stays in main memory and is copied to the device for each call.
     """
 
@@ -31,6 +32,7 @@ class Form:
     kn: bool = False
     nz: bool = False
     odd_k: bool = False
+    rotated: bool = False
     parts_n: tuple[int, ...] = ()
     parts_k: tuple[int, ...] = ()
 
@@ -113,8 +115,9 @@ class Form:
         n, k = self.codes_shape(shape)
         whole = self.weight.constants(n, k)
         codes_dtype, _ = whole.pop("codes")
-        found = {
-            name: (codes_dtype, size) for name, size in zip(self.codes, self.part_shapes(n, k), strict=True)
+        sizes = self.part_shapes(n, k)
+        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            name: (codes_dtype, size) for name, size in zip(self.codes, sizes, strict=True)
         }
         found |= whole
         if self.table:
@@ -129,9 +132,9 @@ class Form:
             for axis, sizes in (("n", self.parts_n), ("k", self.parts_k))
             if sizes
         )
-        set_flags = {"t": self.transposed, "kn": self.kn, "nz": self.nz, "odd": self.odd_k}
-        flags = "".join(f".{flag}" for flag, is_set in set_flags.items() if is_set)
-        return f"{self.scheme}{flags}{parts}{'+table' if self.table else ''}"
+        flags = {"t": self.transposed, "kn": self.kn, "nz": self.nz, "odd": self.odd_k, "rot": self.rotated}
+        text = "".join(f".{flag}" for flag, is_set in flags.items() if is_set)
+        return f"{self.scheme}{text}{parts}{'+table' if self.table else ''}"
 
     @staticmethod
     def parse(text: str) -> Form:
@@ -148,6 +151,7 @@ class Form:
             kn=bool(match["kn"]),
             nz=bool(match["nz"]),
             odd_k=bool(match["odd"]),
+            rotated=bool(match["rot"]),
             parts_n=_sizes(match["n"]),
             parts_k=_sizes(match["k"]),
         )
@@ -158,7 +162,7 @@ HOST = Form(scheme="none")
 
 _FORM = re.compile(
     r"(?P<scheme>[a-z0-9_]+(\(refine=[a-z]+\))?)"
-    r"(?P<transposed>\.t)?(?P<kn>\.kn)?(?P<nz>\.nz)?(?P<odd>\.odd)?"
+    r"(?P<transposed>\.t)?(?P<kn>\.kn)?(?P<nz>\.nz)?(?P<odd>\.odd)?(?P<rot>\.rot)?"
     r"(/n:(?P<n>[\d,]+))?(/k:(?P<k>[\d,]+))?(?P<table>\+table)?"
 )
 

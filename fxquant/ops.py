@@ -61,6 +61,7 @@ def _check_quantize_act(x: Tensor) -> None:
 def _(x: Tensor, spec: str) -> tuple[Tensor, Tensor]:
     _check_quantize_act(x)
     parsed = QuantSpec.parse(spec)
+    numerics.check_act_spec(parsed)
     k = x.shape[-1]
     codes = torch.empty((*x.shape[:-1], parsed.columns(k)), dtype=parsed.type.dtype, device=x.device)
     shape, dtype = act_scale_shape(x, parsed)
@@ -284,7 +285,9 @@ def _check_weight(w: Tensor) -> None:
 @quantize_weight.register_fake
 def _(w: Tensor, spec: str) -> list[Tensor]:
     _check_weight(w)
-    sizes = QuantSpec.parse(spec).constants(w.shape[0], w.shape[1]).values()
+    parsed = QuantSpec.parse(spec)
+    numerics.check_weight_spec(parsed)
+    sizes = parsed.constants(w.shape[0], w.shape[1]).values()
     return [torch.empty(shape, dtype=dtype, device=w.device) for dtype, shape in sizes]
 
 
@@ -304,6 +307,28 @@ def _check_dequantize(weight: Sequence[Tensor], spec: str, k: int, dtype: torch.
 def _(weight: Sequence[Tensor], spec: str, k: int, dtype: torch.dtype) -> Tensor:
     _check_dequantize(weight, spec, k, dtype)
     return torch.empty((weight[0].shape[0], k), dtype=dtype, device=weight[0].device)
+
+
+@torch.library.custom_op("fxquant::hadamard", mutates_args=())
+def hadamard(x: Tensor, block: int) -> Tensor:
+    """``x [..., K]`` rotated by a Hadamard matrix in blocks along K; computed in float32, in x's dtype.
+
+    Its own inverse, and its own transpose: rotated activations times rotated weights are the product.
+    """
+    _check_hadamard(x, block)
+    return numerics.hadamard(x, block).to(x.dtype)
+
+
+def _check_hadamard(x: Tensor, block: int) -> None:
+    _require(x.dim() >= 1 and x.dtype in FLOATS, f"hadamard takes {FLOATS} [..., K], got {x.dtype} {x.shape}")
+    _require(block > 0 and block & (block - 1) == 0, f"a block must be a power of two, got {block}")
+    _require(x.shape[-1] % block == 0, f"blocks of {block} do not divide K = {x.shape[-1]}")
+
+
+@hadamard.register_fake
+def _(x: Tensor, block: int) -> Tensor:
+    _check_hadamard(x, block)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 @torch.library.custom_op("fxquant::fetch", mutates_args=())
@@ -347,6 +372,7 @@ for _op in (
     weight_only_mm,
     quantize_weight,
     dequantize_weight,
+    hadamard,
     fetch,
 ):
     no_gradient(_op)

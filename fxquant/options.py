@@ -43,6 +43,8 @@ class Options(TypedDict, total=False):
     - ``key_map``: ``{FQN: key}`` or a callable, for checkpoints with other names.
     - ``progress``: True, False, None (a bar on a terminal) or a callable that takes a ``Progress``.
     - ``strict``: raise instead of leaving a layer float or ignoring extra tensors.
+    - ``rotate``: True rotates weights and activations along K by Hadamard matrices, in blocks of the
+      largest power of two that divides K: outliers are spread, at the cost of an op for each input.
     - ``disable_passes``: names of passes to leave out, for bisecting.
     - ``host_budget``, ``device_budget``: the most that loading may hold in main memory and on the
       device: bytes, or text such as ``"2GiB"``. ``BudgetError`` tells the smallest that can be kept.
@@ -71,6 +73,7 @@ class Options(TypedDict, total=False):
     key_map: Mapping[str, str] | Callable[[str], str | None] | None
     progress: bool | Callable[..., None] | None
     strict: bool
+    rotate: bool
     disable_passes: Iterable[str]
     host_budget: int | str | None
     device_budget: int | str | None
@@ -84,7 +87,6 @@ class Options(TypedDict, total=False):
 RESERVED = (
     "placement",
     "max_error",
-    "rotate",
 )
 """Names that later releases give a meaning; until then they are refused, never ignored."""
 
@@ -133,10 +135,17 @@ def make_request(
         dynamic=options.get("dynamic", True),
         key_map=options.get("key_map"),
         strict=options.get("strict", False),
+        rotate=_rotate(options.get("rotate", False)),
         disable_passes=disabled,
         whole=whole,
         load=load_options(options),
     )
+
+
+def _rotate(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"rotate={value!r}: expected True or False")
+    return value
 
 
 def _check_choice(name: str, options: Mapping[str, Any], known: tuple[str, ...]) -> None:

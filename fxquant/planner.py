@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -63,6 +63,7 @@ class Request:
     dynamic: bool = True
     key_map: Mapping[str, str] | Callable[[str], str | None] | None = None
     strict: bool = False
+    rotate: bool = False
     disable_passes: tuple[str, ...] = ()
     whole: bool = False
     load: LoadOptions = field(default_factory=LoadOptions)
@@ -131,7 +132,10 @@ def _make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request
         whole=request.whole,
     )
     uses = _uses(model, groups, capture)
-    decisions = {group.fqn: _decide(group, uses[group.fqn], checkpoint, request) for group in loaded}
+    decisions = {
+        group.fqn: _decide(group, keymap.entries[group.fqn], uses[group.fqn], checkpoint, request)
+        for group in loaded
+    }
     _check_strict(decisions, request, capture)
     forms = {fqn: decision.form for fqn, decision in decisions.items() if decision.form is not None}
     graph = LoadGraph()
@@ -152,7 +156,7 @@ def _make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request
         order=tuple(dict.fromkeys(job.recipe.fqn for batch in schedule.batches for job in batch.jobs)),
         kernels=_kernels(request.target, forms.values()),
         rewrites={"linear": sum(use.k_axis is not None for fqn in forms for use in uses[fqn])},
-        unmatched=request.config.unmatched(name for group in groups for name in group.fqns),
+        unmatched=request.config.unmatched(_names(groups, keymap)),
         extra=keymap.extra,
         notes=(*keymap.notes, *_run_notes(model, capture)),
         predicted_peak=schedule.peak,
@@ -231,6 +235,15 @@ def _repaired(
     return weight_groups(model), keymap
 
 
+def _names(groups: Iterable[WeightGroup], keymap: KeyMap) -> Iterator[str]:
+    """What patterns may match: names of the model, and of the parts of weights that are put together."""
+    for group in groups:
+        yield from group.fqns
+    for entry in keymap.entries.values():
+        if len(entry.keys) > 1:
+            yield from entry.keys
+
+
 def _own_entry(group: WeightGroup, request: Request) -> KeyEntry:
     """An entry for a source whose keys are not known yet: the user's key, else the model's name."""
     key_map = request.key_map
@@ -273,15 +286,23 @@ def _walked(model: nn.Module, fqn: str, capture: ModelCapture) -> list[Use]:
     return [Use(op="unknown", k_axis=None, refusal=f"use unknown: {why}")]
 
 
-def _decide(group: WeightGroup, uses: list[Use], checkpoint: Checkpoint | None, request: Request) -> Decision:
+def _decide(
+    group: WeightGroup,
+    entry: KeyEntry,
+    uses: list[Use],
+    checkpoint: Checkpoint | None,
+    request: Request,
+) -> Decision:
     if group.is_buffer:
         return Decision(form=None, reason="buffer")
     if isinstance(checkpoint, ConstantsCheckpoint):
         stored = find_stored(group, checkpoint)
         assert stored is not None
         return decide_stored(group, stored, checkpoint, request.target)
-    choice = request.config.choose(group.fqns)
-    return choose_form(uses, tuple(group.tensor.shape), group.tensor.dtype, choice, request.target)
+    choice = request.config.choose_for_parts(group.fqns, entry.keys)
+    return choose_form(
+        uses, tuple(group.tensor.shape), group.tensor.dtype, choice, request.target, rotate=request.rotate
+    )
 
 
 def _check_strict(decisions: Mapping[str, Decision], request: Request, capture: ModelCapture) -> None:
@@ -328,7 +349,7 @@ def _rows(
                 rule=entry.rule,
                 rejected=decision.rejected,
                 float_bytes=group.tensor.numel() * group.tensor.element_size(),
-                resident_bytes=scheduler.resident[recipe.template],
+                resident_bytes=scheduler.resident(recipe),
                 transient_bytes=tiling.peak_bytes,
                 tiles=len(tiling.tiles),
                 whole=tiling.reason,

@@ -100,6 +100,11 @@ class QuantSpec:
         return self.scale == "e4m3"
 
     @property
+    def scanned(self) -> str:
+        """The constant that a first pass over a weight gives, where that takes two."""
+        return "global_scale" if self.two_level else "scale"
+
+    @property
     def plain(self) -> QuantSpec:
         """What matters once codes exist: how scales were chosen does not."""
         return replace(self, refine="")

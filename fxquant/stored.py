@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fxquant.checkpoint import ConstantsCheckpoint, KeyEntry, KeyMap, StoredWeight
-from fxquant.config import QuantConfig, make_config
+from fxquant.checkpoint import ConstantsCheckpoint, KeyEntry, KeyMap, StoredWeight, is_constants_folder
+from fxquant.config import QuantConfig, make_config, register_reader
 from fxquant.errors import (
     ConfigError,
     MissingWeightError,
@@ -42,6 +43,15 @@ def stored_config(checkpoint: ConstantsCheckpoint, options: Mapping[str, object]
             "are: leave out scheme, config and ignore, or load the original checkpoint"
         )
     return config
+
+
+@register_reader
+def _read_config(path: str | os.PathLike[str]) -> QuantConfig | None:
+    """The config of a folder that ``save_checkpoint`` wrote."""
+    if not is_constants_folder(path):
+        return None
+    with ConstantsCheckpoint(path) as checkpoint:
+        return stored_config(checkpoint, {})
 
 
 def match_stored(groups: Sequence[WeightGroup], checkpoint: ConstantsCheckpoint) -> KeyMap:

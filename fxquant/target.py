@@ -64,9 +64,9 @@ class Target:
     ``kernels`` maps each dialect op that the target runs to the op that stands for it; ``limits``
     holds what no fake kernel checks. ``choose(scheme)`` gives the kernel for the products of a scheme, or
     why there is none (default: the kernel of its op). ``arrange(scheme=, n=, k=, dtype=, cuts=, bias=)``
-    decides how the codes of a weight lie (default: ``[N, K]`` in one part), and ``lower(gm, proven)`` replaces dialect ops
-    where renaming them is not enough (``proven``: guards outside of the graph hold for its sizes);
-    all must be picklable. Tests pass their own ``Target`` to impose a limit.
+    decides how the codes of a weight lie (default: ``[N, K]`` in one part), and ``lower(gm, proven)``
+    replaces dialect ops where renaming them is not enough (``proven``: guards outside of the graph hold
+    for its sizes); all must be picklable. Tests pass their own ``Target`` to impose a limit.
     """
 
     name: str

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import fxquant
 from fxquant.errors import ConfigError
 from fxquant.targets import choose_target
-from fxquant.targets.cpu import cpu_target, int_mm_fault
+from fxquant.targets.cpu import cpu_target, int8_kernel, int_mm_fault
 
 REAL = torch._int_mm
 EXACT, FAST = "fxquant::scaled_mm", "fxquant_cpu::scaled_mm"
@@ -26,8 +26,10 @@ EXACT, FAST = "fxquant::scaled_mm", "fxquant_cpu::scaled_mm"
 @pytest.fixture(autouse=True)
 def _fresh_self_test() -> Iterator[None]:
     cpu_target.cache_clear()
+    int8_kernel.cache_clear()
     yield
     cpu_target.cache_clear()
+    int8_kernel.cache_clear()
 
 
 def saturating(a: Tensor, b: Tensor) -> Tensor:

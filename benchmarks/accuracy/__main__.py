@@ -60,7 +60,8 @@ def measure(args: argparse.Namespace, texts: Path) -> Results:
         package = PEERS[case].package if case in PEERS else None
         started = time.perf_counter()
         if package is None or package in have:
-            found = run(case, texts, args.peers_python if package else sys.executable, args.threads)
+            python = args.peers_python if package else sys.executable
+            found = run(case, texts, python, args.threads, compiled=not args.small)
         else:
             found = failed(case, f"{package} is not installed: see --peers-python")
         keep(found, args.json, time.perf_counter() - started)
@@ -90,7 +91,7 @@ def header(args: argparse.Namespace, digest: str) -> str:
             "SmolLM2-135M-Instruct in bf16, its tied head and embedding float: the first",
             f"{args.tokens} tokens of pydoc_data.topics (sha256 `{digest}`) in windows of {args.context}.",
             f"all-MiniLM-L6-v2 in float32, {args.sentences} sentences. Scales of static activations:",
-            f"absmax / 127 over the {WINDOWS} windows behind the measured text, for MiniLM over {PIECES} pieces of it.",
+            f"absmax / 127 over {WINDOWS} windows behind the measured text, and over {PIECES} pieces of it.",
         )
     )
 
@@ -157,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     checks = judge(results)
     print(f"{header(args, digest)}\n\n{render_table(results)}\n\n{render_verdicts(checks)}")
     if args.small:
-        print("\nlittle text: only schemes without numbers fail the run")
+        print("\nlittle text, without compiling: only schemes without numbers fail the run")
     return int(wrong(results, checks, small=args.small))
 
 

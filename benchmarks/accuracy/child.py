@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from benchmarks.accuracy import own
-from benchmarks.accuracy.models import Subject, activation_scales, read_subjects
+from benchmarks.accuracy.models import Subject, layer_inputs, read_subjects
 from benchmarks.accuracy.peers import PEERS
 from benchmarks.accuracy.records import FLOAT
 from benchmarks.accuracy.weights import compare_weights
@@ -48,7 +48,9 @@ def _peer(case: str, subject: Subject) -> Built:
 
 
 def _own(case: str, subject: Subject, exact: nn.Module) -> Built:
-    scales = activation_scales(subject, exact) if own.is_static(case) else None
+    scales = None
+    if own.is_static(case):
+        scales = {fqn: given.scale for fqn, given in layer_inputs(subject, exact).items()}
     return own.build(case, subject, scales), ""
 
 

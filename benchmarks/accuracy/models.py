@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel
 
-from benchmarks.perplexity import build_float, corpus, encode, perplexity, sha256
+from benchmarks.perplexity import build_empty, build_float, corpus, encode, perplexity, sha256
 from benchmarks.sentence_cosine import cosines
 from examples import sentence_embeddings, smollm2
 from examples.sentence_embeddings import SENTENCES, embed, load_float
@@ -69,9 +69,7 @@ class Smollm2:
 
     def empty(self) -> nn.Module:
         """The model without weights."""
-        config = AutoConfig.from_pretrained(self.folder)
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        return model.eval()
+        return build_empty(self.where())
 
     def where(self) -> Path:
         """The folder of the checkpoint."""
@@ -151,14 +149,30 @@ def read_subjects(source: Path) -> tuple[Subject, ...]:
     return (Smollm2(**data[Smollm2.name]), MiniLM(**data[MiniLM.name]))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Input:
+    """What a layer is given over the calibration texts: the largest magnitude, and how many axes it has."""
+
+    absmax: float
+    axes: int
+
+    @property
+    def scale(self) -> float:
+        """The scale of its int8 codes."""
+        return self.absmax / 127
+
+
 @torch.no_grad()
-def activation_scales(subject: Subject, model: nn.Module) -> dict[str, float]:
-    """The absmax of each layer's input over the calibration texts / 127, by FQN."""
-    largest: dict[str, float] = {}
+def layer_inputs(subject: Subject, model: nn.Module) -> dict[str, Input]:
+    """What each layer of the float model is given over the calibration texts, by FQN."""
+    found: dict[str, Input] = {}
 
     def watch(fqn: str) -> Any:
         def hook(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            largest[fqn] = max(largest.get(fqn, 0.0), inputs[0].abs().max().item())
+            absmax = inputs[0].abs().max().item()
+            before = found.get(fqn)
+            largest = absmax if before is None else max(absmax, before.absmax)
+            found[fqn] = Input(absmax=largest, axes=inputs[0].dim())
 
         return hook
 
@@ -168,4 +182,4 @@ def activation_scales(subject: Subject, model: nn.Module) -> dict[str, float]:
     finally:
         for handle in handles:
             handle.remove()
-    return {fqn: value / 127 for fqn, value in largest.items()}
+    return found

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.accuracy.models import HEADS, Subject, activation_scales, linears
+from benchmarks.accuracy.models import HEADS, Subject, layer_inputs, linears
 from benchmarks.accuracy.weights import RoundTrip, restored
 
 INT4: torch.dtype = vars(torch)["int4"]  # the stubs lack it
@@ -58,10 +58,11 @@ def torchao(
 
     def quantize(model: nn.Module, subject: Subject) -> str:
         library = import_module("torchao.quantization")
+        layers = list(linears(model))
         try:
             library.quantize_(model, make(import_module(module)), is_quantized)
         except (AssertionError, RuntimeError, ValueError, ImportError) as error:
-            touched = any(restored(layer) is not None for layer in linears(model).values())
+            touched = any(restored(model.get_submodule(fqn)) is not None for fqn in layers)
             if otherwise is None or touched:
                 raise
             otherwise(model, subject)
@@ -71,13 +72,13 @@ def torchao(
     return quantize
 
 
-def round_trip(weight: Callable[[], Change], act: Callable[[], Change] | None) -> Quantize:
+def round_trip(weight: Callable[[], Change], act: Callable[[], Change] | None, note: str = "") -> Quantize:
     """Weights, and inputs at run time, through a peer's format and back."""
 
     def quantize(model: nn.Module, _subject: Subject) -> str:
         for fqn, layer in linears(model).items():
             model.set_submodule(fqn, RoundTrip(layer, weight(), None if act is None else act()))
-        return "its quantizers with a float product; it has no such config"
+        return note
 
     return quantize
 
@@ -124,9 +125,9 @@ def torchao_static(model: nn.Module, subject: Subject) -> str:
     granularity = [library.PerTensor(), library.PerRow()]
     configs = {
         fqn: library.Int8StaticActivationInt8WeightConfig(
-            act_quant_scale=torch.tensor([[scale]]), granularity=granularity
+            act_quant_scale=torch.full([1] * given.axes, given.scale), granularity=granularity
         )
-        for fqn, scale in activation_scales(subject, model).items()
+        for fqn, given in layer_inputs(subject, model).items()
     }
     library.quantize_(model, library.FqnToConfig(fqn_to_config=configs), filter_fn=None)
     return ""
@@ -185,23 +186,11 @@ def _float8_dynamic(act: Callable[[Any], Any], weight: Callable[[Any], Any]) -> 
     return torchao(make, otherwise=round_trip(partial(_float8, weight), partial(_float8, act)))
 
 
-def _mx_config(dtype: torch.dtype, mode: str = "rceil") -> Quantize:
-    def make(library: Any) -> Any:
-        preferences = import_module("torchao.quantization.quantize_.common.kernel_preference")
-        modes = import_module("torchao.prototype.mx_formats.config").ScaleCalculationMode
-        return library.MXDynamicActivationMXWeightConfig(
-            activation_dtype=dtype,
-            weight_dtype=dtype,
-            kernel_preference=preferences.KernelPreference.EMULATED,
-            scaling_mode=modes(mode),
-        )
-
-    change = partial(_mx, dtype, mode)
-    return torchao(make, "torchao.prototype.mx_formats", otherwise=round_trip(change, change))
-
-
 E4M3, E2M1 = torch.float8_e4m3fn, torch.float4_e2m1fn_x2
+EMULATED = "its quantizers with a float product, which is what KernelPreference.EMULATED computes"
+NO_CONFIG = "its quantizer with a float product; it has no such config"
 SYMMETRIC = "symmetric int4: its codes reach from -8 to 7, the rules for scales differ"
+MX_RULES = (("floor", ""), ("rceil", "another rule for scales, its default; ours is the OCP's, FLOOR"))
 WEIGHTS_ALONE = "its activations are not quantized"
 NOT_FOUND = "shown for the reason"
 
@@ -308,13 +297,6 @@ _ALL = (
         unlike=SYMMETRIC,
     ),
     Peer(
-        name="torchao:int4_g64_asym_hqq",
-        beside="int4_g64_asym(refine=hqq)",
-        title="torchao IntxWeightOnlyConfig(int4, PerGroup(64), ASYMMETRIC, HQQ_SCALE_ONLY)",
-        quantize=_int4(64, asymmetric=True, hqq=True),
-        unlike="it moves the scale, not the zero point",
-    ),
-    Peer(
         name="torchao:tinygemm_g64_hqq",
         beside="int4_g64_asym(refine=hqq)",
         title="torchao PrototypeInt4WeightOnlyConfig(group_size=64, HQQ)",
@@ -378,19 +360,21 @@ _ALL = (
             name=f"torchao:{scheme}_{mode}",
             beside=scheme,
             title=f"torchao MXDynamicActivationMXWeightConfig({what}, {mode.upper()})",
-            quantize=_mx_config(dtype, mode),
+            quantize=round_trip(partial(_mx, dtype, mode), partial(_mx, dtype, mode), EMULATED),
+            unlike=unlike,
         )
         for scheme, what, dtype in (("mxfp8", "e4m3", E4M3), ("mxfp4", "e2m1", E2M1))
-        for mode in ("rceil", "floor")
+        for mode, unlike in MX_RULES
     ),
     *(
         Peer(
             name=f"torchao:mxfp4_weight_only_{mode}",
             beside="mxfp4_weight_only",
             title=f"torchao MXTensor(e2m1, {mode.upper()})",
-            quantize=round_trip(partial(_mx, E2M1, mode), None),
+            quantize=round_trip(partial(_mx, E2M1, mode), None, NO_CONFIG),
+            unlike=unlike,
         )
-        for mode in ("rceil", "floor")
+        for mode, unlike in MX_RULES
     ),
     Peer(
         name="torchao:nvfp4",

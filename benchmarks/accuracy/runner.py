@@ -7,6 +7,7 @@ import os
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from benchmarks.accuracy.records import MINILM, SMOLLM2, Record
 from benchmarks.loading.models import ROOT
@@ -40,13 +41,20 @@ def versions(python: str, packages: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def run(case: str, texts: Path, python: str, threads: int) -> list[Record]:
-    """The records of one case, one for each model; those that are missing say why."""
+def run(case: str, texts: Path, python: str, threads: int, *, compiled: bool = True) -> list[Record]:
+    """The records of one case, one for each model; those that are missing say why.
+
+    With `compiled=False` Dynamo is switched off: fxquant then runs its quantized ops from eager code,
+    with the same results, and little text takes seconds where compiling would take most of the time.
+    """
+    variables = environment(threads, os.environ)
+    if not compiled:
+        variables["TORCHDYNAMO_DISABLE"] = "1"
     try:
         done = subprocess.run(  # noqa: S603 - the Python that the user named, our own module
             [python, "-m", "benchmarks.accuracy.child", case, str(texts)],
             cwd=ROOT,
-            env=environment(threads, os.environ),
+            env=variables,
             capture_output=True,
             text=True,
             check=False,
@@ -71,9 +79,9 @@ def _complete(case: str, output: str, reason: str) -> list[Record]:
     return [found.get(record.model, record) for record in failed(case, reason)]
 
 
-def _record(data: dict[str, object]) -> Record:
-    texts = {name: _clean(str(data[name])) for name in ("reason", "note") if name in data}
-    return Record(**Record.known({**data, **texts}))
+def _record(data: dict[str, Any]) -> Record:
+    texts: dict[str, Any] = {name: _clean(data[name]) for name in ("reason", "note") if name in data}
+    return Record(**Record.known(data | texts))
 
 
 def _clean(text: str) -> str:

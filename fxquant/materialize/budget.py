@@ -69,7 +69,7 @@ def _candidates(settings: Settings, bounds: Mapping[str, int]) -> Iterator[Setti
 def _refusal(scheduler: Scheduler, schedule: Schedule, device: str, bound: int) -> BudgetError:
     """What the smallest budget is, and what sets it."""
     smallest = schedule.peak[device]
-    constants = sum(scheduler.resident[recipe.template] for recipe in scheduler.graph.recipes)
+    constants = sum(scheduler.resident(recipe) for recipe in scheduler.graph.recipes)
     held = constants if device == schedule.device else 0
     buffers = schedule.workers * schedule.buffer_bytes
     scratch = schedule.workers * schedule.scratch_bytes

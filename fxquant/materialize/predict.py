@@ -36,7 +36,7 @@ class _Resident:
         shapes = tuple((val.shape, val.dtype) for val in result_vals(self.graph.templates[recipe.template]))
         if recipe.laid_out is not None:
             shapes = laid_out_shapes(recipe.laid_out, shapes)
-        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes] + [4] * len(recipe.given)
         if recipe.host:
             self.host += sum(sizes)
             return

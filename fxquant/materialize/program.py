@@ -103,7 +103,7 @@ class Program:
                 maxima.raise_to(value, end.spec, scratch)
             else:
                 assert maxima is not None
-                parts = [outs[i] for i in end.outs]
+                parts = [outs.get(i, maxima.out) for i in end.outs]
                 numerics.quantize_known_into(value, end.spec, maxima.known(end.spec), parts, scratch)
             if compare is not None and end.kind != ABSMAX:
                 compare(end, value, scratch)

@@ -20,6 +20,7 @@ from fxquant.capture import make_fake_mode
 from fxquant.form import Form
 from fxquant.graph import dump, placeholders, value
 from fxquant.materialize.tiles import writes
+from fxquant.numerics import block_size
 
 fxq = torch.ops.fxquant
 
@@ -170,6 +171,8 @@ def _constants(weight: Tensor, dtype: torch.dtype, form: Form | None) -> tuple[T
     exact = torch.promote_types(weight.dtype, dtype) == dtype
     codes_source = weight if exact else weight.to(dtype)
     codes_source = codes_source.t() if form.transposed else codes_source
+    if form.rotated:
+        codes_source = fxq.hadamard(codes_source.to(torch.float32), block_size(codes_source.shape[1]))
     return (*fxq.quantize_weight(codes_source, str(form.weight)), *table)
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
+from fxquant import ops as _ops  # noqa: F401 - registers the dialect
 from fxquant.graph import value
 
 aten = torch.ops.aten
@@ -263,6 +264,14 @@ def multiplied(node: fx.Node, wanted: Range) -> Part:
     return _same_call(node, {left: WHOLE, right: wanted})
 
 
+def rotated(node: fx.Node, wanted: Range) -> Part:
+    """``hadamard``: mixes the last axis."""
+    given = node.all_input_nodes[0]
+    if wanted.axis == len(shape_of(node)) - 1:
+        raise NotSeparableError(f"{node.name}: the axis is rotated")
+    return _same_call(node, {given: wanted})
+
+
 _POINTWISE = """
     _to_copy clone alias detach contiguous abs neg exp exp2 log2 floor ceil round trunc sign reciprocal sqrt
     rsqrt add sub rsub mul div maximum minimum clamp clamp_min clamp_max where pow remainder fmod
@@ -295,6 +304,7 @@ RULES: dict[Any, Rule] = {
     aten.cat.default: concatenated,
     aten.stack.default: stacked,
     aten.mm.default: multiplied,
+    torch.ops.fxquant.hadamard.default: rotated,
 }
 """Op -> rule. What is not here runs on the whole value."""
 

@@ -28,8 +28,12 @@ class Scheduler:
         self.place = {key: i for i, key in enumerate(infos)}
         self.where = {key: (info.file or "", info.offset or 0) for key, info in infos.items()}
         self.units = _units(graph)
-        self.resident = [sum(val.nbytes for val in result_vals(gm)) for gm in graph.templates]
+        self._resident = [sum(val.nbytes for val in result_vals(gm)) for gm in graph.templates]
         self._tilings: dict[tuple[int, int], Tiling] = {}
+
+    def resident(self, recipe: Recipe) -> int:
+        """Bytes of a weight's constants."""
+        return self._resident[recipe.template] + 4 * len(recipe.given)
 
     def tiling(self, template: int, tile_bytes: int) -> Tiling:
         """The tiles of a template."""

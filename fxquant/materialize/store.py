@@ -139,8 +139,7 @@ class Store:
             if fqn not in self._maxima:
                 spec = ends[0].spec
                 assert spec is not None
-                known = spec.names.index("global_scale" if spec.two_level else "scale")
-                scale = self._results(job.recipe)[ends[0].outs[known]]
+                scale = self._results(job.recipe)[ends[0].outs[spec.names.index(spec.scanned)]]
                 self._maxima[fqn] = Maxima(scale, threading.Lock())
             return self._maxima[fqn]
 

@@ -94,6 +94,9 @@ class Cutter:
             demand(seeds, end.source, wanted)
             kind = end.kind if not self.scan or end.spec is None else (CODES if phase else ABSMAX)
             ends.append(End(kind=kind, source=end.source, outs=end.outs, spec=end.spec))
+            if kind == CODES:  # the maxima give one of them
+                known = end.outs[end.spec.names.index(end.spec.scanned)] if end.spec else None
+                parts = [part for part in parts if part[0] != known]
             outs += [] if kind == ABSMAX else parts
         return seeds, ends, outs
 

@@ -14,7 +14,8 @@ int4 zp   float32: (max - min) / 15, and a zero point                   half a s
 e4m3      float32: absmax / 448                                         2^-23
 e4m3      e8m0: 2^(floor(log2(absmax)) - 8), the OCP rule, saturates    1/8 (448 for up to 512)
 e2m1      e8m0: 2^(floor(log2(absmax)) - 2), the OCP rule, saturates    1/4 (6 for up to 8)
-e2m1      e4m3 of absmax / 6 / g, with a float32 g = absmax(all)/2688   1/16 (half a step of e4m3)
+e2m1      e4m3 of absmax / 6 / g, with a float32 g = absmax(all)/2688   1/16; 1/3 where the e4m3
+                                                                        scale is subnormal
 ========  ============================================================  =======================
 
 With a zero point the range is made to include 0, and the zero point is rounded to an integer, which moves
@@ -46,6 +47,7 @@ from fxquant.numerics.deviation import (
     zero_rows,
 )
 from fxquant.numerics.deviation import temporary_bytes as comparing_bytes
+from fxquant.numerics.hadamard import block_size, hadamard
 from fxquant.numerics.integers import scale_of
 from fxquant.numerics.matmul import (
     EXACT_K,
@@ -75,6 +77,7 @@ __all__ = [
     "apply_scales",
     "block_mm",
     "block_of",
+    "block_size",
     "can_clip",
     "check_act_spec",
     "check_weight_spec",
@@ -83,6 +86,7 @@ __all__ = [
     "comparing_bytes",
     "dequantize_weight",
     "floor_of",
+    "hadamard",
     "int_matmul",
     "known_constants",
     "quantize_act",

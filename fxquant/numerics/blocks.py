@@ -82,6 +82,12 @@ def regions(chunk: Tensor, spec: QuantSpec, start: int = 0) -> Iterator[Region]:
     """The blocks of rows from ``start`` on of a tensor: of the full size, then those cut off at the edges."""
     height, width = block_of(tuple(chunk.shape), spec)
     first = 0 if spec.block[0] == FULL else start // height
+    n, k = chunk.shape
+    if n % height == 0 and k % width == 0:
+        if n and k:
+            grid = (slice(first, first + n // height), slice(None))
+            yield Region(grid, chunk.view(n // height, height, k // width, width))
+        return
     for low, high, r in _spans(chunk.shape[0], height):
         rows = slice(first + low // height, first + -(-high // height))
         for left, right, c in _spans(chunk.shape[1], width):

@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from fxquant.numerics.blocks import chunk_rows, regions
-from fxquant.numerics.floats import e8m0_values
+from fxquant.numerics.floats import e4m3_values, e8m0_values
 from fxquant.numerics.packing import unpack
 from fxquant.scheme import FULL, QuantSpec
 
 
 def dequantize_weight(parts: Sequence[Tensor], spec: QuantSpec, k: int, dtype: torch.dtype) -> Tensor:
     """Float weight ``[N, k]``: codes times scale in float32 (``(code - zero) * scale``), then cast."""
+    if spec.per_row and spec.codes == "int8":  # no loop, no writes: it is traced
+        return parts[0].to(torch.float32).mul_(parts[1]).to(dtype).contiguous()
     n = parts[0].shape[0]
     out = torch.empty((n, k), dtype=dtype, device=parts[0].device)
     step = chunk_rows((n, k), spec)
@@ -51,7 +53,7 @@ def code_values(codes: Tensor, spec: QuantSpec, k: int) -> Tensor:
     """What codes ``[..., k]`` stand for before the scale, a new float32 tensor."""
     if spec.packed:
         return unpack(codes, spec, k)
-    return codes.to(torch.float32)
+    return e4m3_values(codes) if spec.type.is_float else codes.to(torch.float32)
 
 
 def apply_(values: Tensor, spec: QuantSpec, scale: Tensor, zero: Tensor | None = None) -> None:

@@ -29,9 +29,9 @@ def block_size(k: int) -> int:
 def hadamard(x: Tensor, block: int | None = None, *, seed: int | None = None) -> Tensor:
     """``x @ H`` for ``x`` ``[..., K]`` of any float dtype, ``x @ D @ H`` with a seed; float32, contiguous.
 
-    ``block`` is a power of two that divides K, by default ``block_size(K)``. There is no matrix: ``log2(block)``
-    passes of sums and differences, in which a row has the same bits whatever rows are beside it. Without a
-    seed it is its own inverse.
+    ``block`` is a power of two that divides K, by default ``block_size(K)``. There is no matrix but
+    ``log2(block)`` passes of sums and differences, in which a row has the same bits whatever rows are beside
+    it. Without a seed it is its own inverse.
     """
     k = x.shape[-1]
     size = block_size(k) if block is None else block

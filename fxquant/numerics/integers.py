@@ -23,8 +23,8 @@ def scale_and_zero(high: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
     """Scale and zero point of codes 0 to 15 from the largest values and the largest negated values.
 
     The range is made to include 0, which then has a code of its own, the zero point. Values that are not
-    finite show in the scale.
+    finite show in the scale. Works in the place of both.
     """
-    low = low.clamp_min(0)
-    scale = high.clamp_min(0).div_(INT4_STEPS).add_(low / INT4_STEPS).clamp_min_(TINY)
+    low.clamp_min_(0)
+    scale = high.clamp_min_(0).div_(INT4_STEPS).add_(low / INT4_STEPS).clamp_min_(TINY)
     return scale, low.div_(scale).round_().clamp_(0, INT4_STEPS).nan_to_num_(0.0)

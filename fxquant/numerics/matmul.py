@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fxquant.numerics import blocks
 from fxquant.numerics.decode import apply_, code_values, float_rows, float_scale
-from fxquant.numerics.floats import e8m0_values
+from fxquant.numerics.floats import e4m3_values, e8m0_values
 from fxquant.numerics.packing import unpack
 from fxquant.scheme import FULL, QuantSpec
 
@@ -48,10 +48,10 @@ def scaled_sums(a_codes_MK: Tensor, b_codes_NK: Tensor) -> Tensor:
     """
     if a_codes_MK.dtype == torch.int8:
         return int_matmul(a_codes_MK, b_codes_NK)
-    a = a_codes_MK.to(torch.float32)
+    a = e4m3_values(a_codes_MK)
     out = torch.empty((a.shape[0], b_codes_NK.shape[0]), dtype=torch.float32, device=a.device)
     for start, stop in _pieces(b_codes_NK.shape[0], _rows_at_a_time(a.shape[1])):
-        out[:, start:stop] = _mm(a, b_codes_NK[start:stop].to(torch.float32))
+        out[:, start:stop] = _mm(a, e4m3_values(b_codes_NK[start:stop]))
     return out
 
 

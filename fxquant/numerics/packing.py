@@ -28,7 +28,7 @@ def pack_(codes: Tensor, last: int) -> Tensor:
 
 
 def unpack(packed: Tensor, spec: QuantSpec, k: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What the codes of 4 bits ``[..., ceil(k / 2)]`` stand for, unscaled: ``[..., k]`` in float32 or int8."""
+    """What codes of 4 bits ``[..., ceil(k / 2)]`` stand for, unscaled: ``[..., k]``, float32 or int8."""
     if spec.type.is_float:
         values = [*E2M1, *(-value for value in E2M1)]
     else:

@@ -32,10 +32,10 @@ from fxquant.scheme import QuantSpec
 CHUNK_BYTES = 256 << 10
 """Float32 bytes of a weight that are worked on at a time: the buffers stay in the cache."""
 
-CLIPS = (0.0, 0.05, 0.1, 0.15, 0.2)
+CLIPS = (0.0, 0.03, 0.06, 0.12)
 """Parts of a group's range that a candidate leaves out at an end; every pair is tried."""
 
-SHRINKS = tuple(1 - 0.025 * step for step in range(21))
+SHRINKS = tuple(1 - 0.05 * step for step in range(11))
 """Largest magnitudes that candidates of a symmetric group represent, in units of the group's own."""
 
 FITS = 3
@@ -163,9 +163,10 @@ def _where(chosen: Tensor, fit: _Fit, other: _Fit) -> _Fit:
 
 
 def _regress(chunk: _Chunk, mean: Tensor | None) -> tuple[_Fit, Tensor, Tensor]:
-    """The scale and zero with the least squared error for ``chunk.codes``; ``mean`` is of the values, if asymmetric.
+    """The scale and zero with the least squared error for ``chunk.codes``.
 
-    Also by how much they lower it, against no scale at all, and whether they are admitted.
+    Also by how much they lower it, against no scale at all, and whether they are admitted. ``mean`` is the
+    values' own, None if codes are symmetric.
     """
     size = chunk.values.shape[-1]
     square = torch.mul(chunk.codes, chunk.codes, out=chunk.work).sum(-1)

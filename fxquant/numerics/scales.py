@@ -33,7 +33,7 @@ def scales_of(blocks: Tensor, spec: QuantSpec, unit: Tensor | None) -> Scales:
         from fxquant.numerics.refine import choose
 
         scale, zero = choose(blocks.squeeze(1), spec)
-        return Scales(scale, scale, zero)
+        return Scales(scale, scale, None if zero is None else zero.nan_to_num_(0.0))
     if spec.zero:
         scale, zero = scale_and_zero(blocks.amax((1, 3)), blocks.amin((1, 3)).neg_())
         return Scales(scale, scale, zero)
@@ -62,7 +62,7 @@ def scale_from_absmax(absmax: Tensor, spec: QuantSpec) -> Tensor:
     if spec.two_level:
         return unit_of(absmax.clone(), spec)
     if spec.zero:
-        return torch.stack(scale_and_zero(absmax[0], absmax[1]))
+        return torch.stack(scale_and_zero(absmax[0].clone(), absmax[1].clone()))
     if spec.scale == "e8m0":
         return e8m0_of(absmax, spec.top)
     return scale_of(absmax.clone(), spec.top)

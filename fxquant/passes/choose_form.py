@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -16,8 +16,10 @@ from torch import fx
 from fxquant.config import Choice
 from fxquant.form import HOST, Form
 from fxquant.graph import target_name, value
+from fxquant.numerics import block_size
 from fxquant.output_cuts import cuts_of
-from fxquant.passes.weight_uses import LinearUse, OtherUse, matmul_operands
+from fxquant.passes.quantize_linear import can_cut
+from fxquant.passes.weight_uses import Cut, LinearUse, OtherUse, matmul_operands
 from fxquant.target import Layout, Refusal, Target
 
 
@@ -32,6 +34,8 @@ class Use:
     cuts: tuple[int, ...] = ()
     """Offsets where everybody who takes the output cuts it anyway."""
     bias: torch.dtype | None = None
+    weight_cuts: tuple[Cut, ...] = ()
+    """Slices of the weight that the use takes."""
 
     @staticmethod
     def of(use: LinearUse | OtherUse) -> Use:
@@ -41,7 +45,13 @@ class Use:
             operands = matmul_operands(use.node)
             bias = operands[2] if operands is not None else None
             bias_dtype = value(bias).dtype if isinstance(bias, fx.Node) else None
-            return Use(op=name, k_axis=use.k_axis, cuts=cuts_of(use.node), bias=bias_dtype)
+            return Use(
+                op=name,
+                k_axis=use.k_axis,
+                cuts=cuts_of(use.node),
+                bias=bias_dtype,
+                weight_cuts=use.cuts,
+            )
         return Use(op=name, k_axis=None, refusal=use.reason, lookup=use.lookup)
 
 
@@ -66,9 +76,18 @@ def describe(uses: Sequence[Use]) -> tuple[str, ...]:
 
 
 def choose_form(
-    uses: Sequence[Use], shape: Sequence[int], dtype: torch.dtype, choice: Choice, target: Target
+    uses: Sequence[Use],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    choice: Choice,
+    target: Target,
+    *,
+    rotate: bool = False,
 ) -> Decision:
-    """The form of a parameter of ``shape`` and ``dtype`` with these ``uses``."""
+    """The form of a parameter of ``shape`` and ``dtype`` with these ``uses``.
+
+    ``rotate``: rotated along K, if K has a power of two in it.
+    """
     scheme = choice.scheme
     if scheme.weight is None:
         return Decision(form=None, reason=choice.reason)
@@ -80,7 +99,7 @@ def choose_form(
     tied = any(use.lookup for use in others)
     if tied and not choice.asked:
         return Decision(form=None, reason="head tied to an embedding: stays float unless a config entry asks")
-    layout = _layout(linears, others, shape, dtype, choice, target)
+    layout = _layout(linears, others, shape, dtype, choice, target, rotate=rotate)
     if isinstance(layout, Refusal):
         return Decision(form=None, reason=layout.reason, asked=True)
     if layout.host:
@@ -88,6 +107,8 @@ def choose_form(
             form=HOST, reason=f"{choice.reason}, {layout.reason}", asked=True, rejected=layout.rejected
         )
     transposed = linears[0].k_axis == 0
+    k = shape[linears[0].k_axis or 0]
+    block = block_size(k) if rotate else 1
     form = Form(
         scheme=scheme.name,
         transposed=transposed,
@@ -96,15 +117,14 @@ def choose_form(
         nz=layout.nz,
         parts_n=layout.parts_n,
         parts_k=layout.parts_k,
-        odd_k=scheme.weight.packed and shape[linears[0].k_axis] % 2 == 1,
+        odd_k=scheme.weight.packed and k % 2 == 1,
+        rotated=block > 1,
     )
-    if form.given and choice.act_scale is None:
-        why = f"scheme {scheme.name} needs the scale of the activation: config={{name: {{'scheme': ..., 'act_scale': number}}}}"
-        return Decision(form=None, reason=why, asked=True)
     parts = [
         choice.reason,
         "[in, out] layout" if transposed else "",
         "exact float table kept for look-ups" if tied else "",
+        f"rotated in blocks of {block}" if block > 1 else "not rotated: K is odd" if rotate else "",
         layout.reason,
         *(f"{name} {choice.act_scale:g}" for name in form.given),
     ]
@@ -120,22 +140,58 @@ def _layout(
     dtype: torch.dtype,
     choice: Choice,
     target: Target,
+    *,
+    rotate: bool,
 ) -> Layout | Refusal:
     """How the codes of a weight are to lie, or why a scheme that was asked for cannot be taken."""
-    blocked = [use for use in others if not use.lookup]
-    if blocked:
-        return Refusal(reason=f"also {blocked[0].refusal}")
-    if dtype not in choice.scheme.dtypes:
-        known = ", ".join(str(d).removeprefix("torch.") for d in choice.scheme.dtypes)
-        return Refusal(reason=f"scheme {choice.scheme.name} takes {known}, not {dtype}")
     axes = {use.k_axis for use in linears}
-    if len(axes) > 1:
-        return Refusal(reason="contracted along both axes, so no axis can hold the scales")
-    (k_axis,) = axes
+    (k_axis, *_) = axes
     assert k_axis is not None
     n, k = shape[1 - k_axis], shape[k_axis]
-    if n == 0 or k == 0:
-        return Refusal(reason="the weight is empty")
+    reason = _obstacle(linears, others, (n, k), dtype, choice, rotate=rotate)
+    if reason:
+        return Refusal(reason=reason)
     cuts = set.intersection(*(set(use.cuts) for use in linears))
     bias = next((use.bias for use in linears if use.bias is not None), None)
     return target.lay_out(choice.scheme, n=n, k=k, dtype=dtype, cuts=tuple(sorted(cuts)), bias=bias)
+
+
+def _obstacle(
+    linears: Sequence[Use],
+    others: Sequence[Use],
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    choice: Choice,
+    *,
+    rotate: bool,
+) -> str:
+    """Why a weight ``[N, K]`` cannot be held in a scheme, whatever the target; empty if it can."""
+    scheme = choice.scheme
+    assert scheme.weight is not None
+    known = ", ".join(str(d).removeprefix("torch.") for d in scheme.dtypes)
+    blocked = [use for use in others if not use.lookup]
+    uncut = [use for use in linears if not can_cut(scheme.weight, shape, _as_stored(use), rotated=rotate)]
+    unscaled = scheme.act is not None and scheme.act.static and choice.act_scale is None
+    obstacles = (
+        (bool(blocked), f"also {blocked[0].refusal}" if blocked else ""),
+        (dtype not in scheme.dtypes, f"scheme {scheme.name} takes {known}, not {dtype}"),
+        (
+            len({use.k_axis for use in linears}) > 1,
+            "contracted along both axes, so no axis can hold the scales",
+        ),
+        (0 in shape, "the weight is empty"),
+        (bool(uncut), f"cut where no block of {scheme.weight} ends"),
+        (
+            unscaled,
+            f"scheme {scheme.name} needs the scale of the activation; give it in a config entry: "
+            "{'scheme': ..., 'act_scale': number}",
+        ),
+    )
+    return next((reason for is_there, reason in obstacles if is_there), "")
+
+
+def _as_stored(use: Use) -> tuple[Cut, ...]:
+    """The cuts of a use on the axes of codes ``[N, K]``."""
+    if use.k_axis == 1:
+        return use.weight_cuts
+    return tuple(replace(cut, axis=1 - cut.axis) for cut in use.weight_cuts)

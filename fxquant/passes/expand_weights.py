@@ -21,6 +21,7 @@ from torch import fx
 from fxquant.errors import QuantizedWeightError
 from fxquant.form import Form
 from fxquant.graph import call, fake_mode_of, inserting_before, placeholders, value
+from fxquant.numerics import block_size
 from fxquant.ops import dequantize_weight as _  # noqa: F401 - registers the dialect
 from fxquant.passes.weight_uses import OtherUse, weight_uses
 
@@ -85,10 +86,11 @@ def _expand(gm: fx.GraphModule, node: fx.Node, form: Form) -> None:
         anchor = call(gm, torch.ops.fxquant.dequantize_weight.default, args)
         anchor.meta["form"] = form
         anchor.meta["act_scale"] = parts.get("act_scale")
-    floats = anchor
-    if form.transposed:
-        with gm.graph.inserting_after(anchor):
-            floats = call(gm, aten.t.default, (anchor,))
+        floats = anchor
+        if form.rotated:
+            floats = call(gm, torch.ops.fxquant.hadamard.default, (anchor, block_size(k)))
+        if form.transposed:
+            floats = call(gm, aten.t.default, (floats,))
     lookups = {use.node for use in uses if isinstance(use, OtherUse) and use.lookup}
     for user in users:
         exact = form.table and user in lookups

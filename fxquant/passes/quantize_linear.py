@@ -17,7 +17,8 @@ from torch import fx
 
 from fxquant import ops as _ops  # noqa: F401 - registers the dialect
 from fxquant.form import Form
-from fxquant.graph import call, inserting_before, items, value
+from fxquant.graph import call, inserting_before, is_call, items, value
+from fxquant.numerics import block_size
 from fxquant.passes.weight_uses import Cut, LinearUse, matmul_operands, weight_uses
 from fxquant.scheme import FULL, QuantSpec
 
@@ -31,11 +32,21 @@ def quantize_linear(gm: fx.GraphModule) -> int:
     for source in gm.graph.find_nodes(op="call_function", target=fxq.dequantize_weight.default):
         form: Form = source.meta["form"]
         shape = cast("tuple[int, int]", tuple(value(source).shape))
-        for use in weight_uses(source):
-            if isinstance(use, LinearUse) and use.k_axis == 1 and can_cut(form.weight, shape, use.cuts):
+        for use in weight_uses(_floats(source, form)):
+            if (
+                isinstance(use, LinearUse)
+                and use.k_axis == 1
+                and can_cut(form.weight, shape, use.cuts, rotated=form.rotated)
+            ):
                 _rewrite(gm, use, source, form)
                 count += 1
     return count
+
+
+def _floats(source: fx.Node, form: Form) -> fx.Node:
+    """The node that stands for the model's float weight: behind the rotation, if there is one."""
+    turned = [user for user in source.users if is_call(user, fxq.hadamard.default)]
+    return turned[0] if form.rotated and turned else source
 
 
 def _rewrite(gm: fx.GraphModule, use: LinearUse, source: fx.Node, form: Form) -> None:
@@ -63,6 +74,8 @@ def _product(
 ) -> fx.Node:
     """``x`` times the weight that the constants hold."""
     scheme, spec = form.quantized_as, str(form.weight.plain)
+    if form.rotated:
+        x = call(gm, fxq.hadamard.default, (x, block_size(value(source).shape[1])))
     if scheme.act is None:
         out = call(gm, fxq.weight_only_mm.default, (x, weight, spec, bias))
         return out if value(out).dtype == dtype else call(gm, aten.to.dtype, (out, dtype))
@@ -79,9 +92,11 @@ def _product(
     return call(gm, fxq.block_mm.default, args)
 
 
-def can_cut(spec: QuantSpec, shape: tuple[int, int], cuts: tuple[Cut, ...]) -> bool:
+def can_cut(spec: QuantSpec, shape: tuple[int, int], cuts: tuple[Cut, ...], *, rotated: bool) -> bool:
     """Whether the constants of a weight ``[N, K]`` of ``shape`` can be cut so."""
     sizes = list(shape)
+    if rotated and any(cut.axis == 1 for cut in cuts):
+        return False
     for cut in cuts:
         side, size = spec.block[cut.axis], sizes[cut.axis]
         grain = 1 if side == FULL else side

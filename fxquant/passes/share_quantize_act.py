@@ -1,4 +1,4 @@
-"""Quantizes an activation once for all matmuls that read it (q, k, v; gate, up).
+"""Quantizes, and rotates, an activation once for all matmuls that read it (q, k, v; gate, up).
 
 Before: two ``quantize_act(x, spec)``. After: one. Not merged where ``x`` is written in between.
 """
@@ -11,6 +11,12 @@ from torch import fx
 from fxquant.graph import is_call
 from fxquant.passes.aliasing import memory_root, mutated_args
 
+SHARED = (
+    torch.ops.fxquant.quantize_act.default,
+    torch.ops.fxquant.quantize_act_static.default,
+    torch.ops.fxquant.hadamard.default,
+)
+
 
 def share_quantize_act(gm: fx.GraphModule) -> int:
     """Merge equal activation quantizations; the number of those removed."""
@@ -22,9 +28,9 @@ def share_quantize_act(gm: fx.GraphModule) -> int:
         root[node] = memory_root(node, root)
         for written in mutated_args(node):
             version[root[written]] = version.get(root[written], 0) + 1
-        if is_call(node, torch.ops.fxquant.quantize_act.default):
-            x, spec = node.all_input_nodes[0], node.args[1]
-            key = (x, spec, version.get(root[x], 0))
+        if is_call(node, *SHARED):
+            x = node.all_input_nodes[0]
+            key = (node.target, node.args, version.get(root[x], 0))
             kept = first.setdefault(key, node)
             if kept is not node:
                 node.replace_all_uses_with(kept)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fxquant.form import Form
+from fxquant.numerics import block_size
 from fxquant.passes.lower_to_target import resolve
 from fxquant.targets import BACKENDS
 
@@ -40,6 +41,8 @@ def quantized_linear(x: Tensor, weight: Weight, bias: Tensor | None, kernels: Ma
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x = x.to(dtype)
+    if weight.form.rotated:
+        x = fxq.hadamard(x, block_size(x.shape[-1]))
     scheme, spec = weight.form.quantized_as, str(weight.form.weight.plain)
     name = _kernel(kernels.get(scheme.op, ""), scheme.op, x.device.type)
     op = resolve(name)

@@ -100,6 +100,8 @@ class QuantizedWeight(Tensor):
         """A plain float tensor of the claimed shape and dtype: what the codes stand for."""
         k = self.form.codes_shape(tuple(self.shape))[1]
         floats = numerics.dequantize_weight(self.whole, self.form.weight, k, self.dtype)
+        if self.form.rotated:
+            floats = numerics.hadamard(floats, numerics.block_size(k)).to(self.dtype)
         return floats.t() if self.form.transposed else floats
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, torch.dtype]]:
@@ -339,6 +341,7 @@ def _copy_(func: Any, weight: QuantizedWeight, source: Tensor, non_blocking: boo
 def quantize_values(values: Tensor, form: Form) -> dict[str, Tensor]:
     """The constants of ``form`` for float ``values`` in the parameter's layout, but what was given."""
     rows = values.t() if form.transposed else values
+    rows = numerics.hadamard(rows.detach(), numerics.block_size(rows.shape[1])) if form.rotated else rows
     codes, *beside = numerics.quantize_weight(rows.detach(), form.weight)
     parts = [codes[region] for region in form.code_regions(*rows.shape)]
     parts = [part.t().contiguous() if form.kn else part.contiguous() for part in parts]

@@ -47,7 +47,6 @@ scaled_mm.register_fake(fake_scaled_mm)
 no_gradient(scaled_mm)
 
 
-@functools.cache
 def int_mm_fault() -> str | None:
     """Why ``torch._int_mm`` is not to be trusted in this process, or None where it is.
 
@@ -98,6 +97,12 @@ def cpu_kernel(scheme: Scheme) -> Kernel:
     assert scheme.weight is not None
     if scheme.weight.type.is_float:
         return Kernel(op=scheme.op, reason="reference: float8 codes multiplied in float32")
+    return int8_kernel()
+
+
+@functools.cache
+def int8_kernel() -> Kernel:
+    """What multiplies int8 codes, after the self-test."""
     fault = int_mm_fault()
     if fault is None:
         return Kernel(op="fxquant_cpu::scaled_mm", reason="torch._int_mm passed its self-test")

@@ -42,7 +42,7 @@ def no_quantizing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From its call on, quantizing fails."""
 
     def forbid() -> None:
-        for name in ("quantize_into", "quantize_weight", "quantize_with_scale"):
+        for name in ("quantize_into", "quantize_weight", "quantize_known_into"):
             monkeypatch.setattr(numerics, name, lambda *args: pytest.fail("quantized again"))
 
     return forbid

@@ -270,7 +270,7 @@ def test_budgets_of_a_device_and_of_its_host(tmp_path: Path) -> None:
     settings = Settings(workers=4, tile_bytes=64 * KIB, device="npu")
     free = scheduler.make(settings)
     assert free.peak["cpu"] == 4 * free.buffer_bytes
-    assert free.peak["npu"] > sum(scheduler.resident[recipe.template] for recipe in graph.recipes)
+    assert free.peak["npu"] > sum(scheduler.resident(recipe) for recipe in graph.recipes)
     for name, device in (("host_budget", "cpu"), ("device_budget", "npu")):
         key = name.removesuffix("_budget")
         with pytest.raises(BudgetError, match=f"{name} of 1 bytes cannot be kept on {device}") as caught:

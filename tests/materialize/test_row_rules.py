@@ -148,8 +148,8 @@ def test_lora_by_tiles_differs_at_most_by_rounding(n: int, rank: int, tile: int)
     torch.testing.assert_close(got, gm(*parts)[0], rtol=2**-6, atol=2**-5)
 
 
-def quantized(block: tuple[int, int]) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    spec = str(QuantSpec(bits=8, block=block))
+def quantized(block: tuple[int, int]) -> Callable[[Tensor], list[Tensor]]:
+    spec = str(QuantSpec(block=block))
     return lambda w: torch.ops.fxquant.quantize_weight(w, spec)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fxquant.materialize.meter import LiveBytes
+from fxquant.numerics import refine
 from fxquant.numerics.refine import ZEROS, choose, temporary_bytes
 from fxquant.scheme import QuantSpec
 
@@ -41,7 +42,7 @@ def nearest(v: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
     return scale, (-low / scale).round()
 
 
-def samples(size: int, rows: int = 12, groups: int = 5) -> Tensor:
+def samples(size: int, rows: int = 60, groups: int = 5) -> Tensor:
     """Rows of normal, heavy-tailed, skewed, one-signed and sparse values, with scales far apart."""
     generator = torch.Generator().manual_seed(size)
     v = torch.randn(rows, groups, size, generator=generator)
@@ -59,12 +60,55 @@ def test_never_worse_than_rounding_to_nearest(spec: QuantSpec, size: int) -> Non
     scale, zero = choose(v, spec)
     assert (scale.dtype, scale.shape) == (torch.float32, v.shape[:2])
     assert (zero is not None) == spec.zero
+    assert zero is None or ((zero >= ZEROS[0]) & (zero <= ZEROS[1])).all()
     before, after = loss(v, *nearest(v, spec), spec), loss(v, scale, zero, spec)
     # Float32 rounds each value's error by some 1e-7 of the value; a root makes 3e-4 of that.
     slack = (1e-7 * v.double().abs().amax(-1)) ** (0.5 if spec.refine == "hqq" else 2.0) * size
     assert (after <= before * (1 + 1e-5) + slack).all()
     if size >= 32:
         assert (after / before)[0::5].mean() < 0.95  # normal values
+
+
+@pytest.mark.parametrize("factor", [1e-44, 1e-40, 1e-38, 1e-37, 1e-36, 1e-30, 1e37])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_never_worse_at_the_ends_of_float32(spec: QuantSpec, factor: float) -> None:
+    v = torch.randn(40, 3, 16, generator=torch.Generator().manual_seed(4)) * factor
+    before, after = loss(v, *nearest(v, spec), spec), loss(v, *choose(v, spec), spec)
+    assert (after <= before * (1 + 1e-3)).all()
+
+
+@pytest.mark.parametrize("spec", ASYMMETRIC, ids=str)
+def test_groups_of_one_sign_need_no_range_down_to_zero(spec: QuantSpec) -> None:
+    v = torch.rand(20, 2, 64, generator=torch.Generator().manual_seed(5)) + 5
+    v[1::2] *= -1
+    assert (loss(v, *choose(v, spec), spec) < 0.8 * loss(v, *nearest(v, spec), spec)).all()
+
+
+def test_a_step_of_hqq_is_a_regression_on_thresholded_values() -> None:
+    v = torch.randn(1, 6, 64, generator=torch.Generator().manual_seed(7))
+    scale, zero = choose(v, CLIP_ASYM)
+    assert zero is not None
+    chunk, fit = refine._Chunk(v, *torch.empty(3, *v.shape)), refine._Fit(scale * 1.1, zero + 0.2)
+    refine._root_error(chunk, fit)
+    found = refine._half_quadratic(chunk, fit, 10.0)
+    assert found.zero is not None
+    for group in range(6):
+        start, shift = float(scale[0, group]) * 1.1, float(zero[0, group]) + 0.2
+        position = v[0, group].double() / start
+        codes = (position + shift).round().clamp(0, 15)
+        residual = position - (codes - shift)
+        error = residual.sign() * (residual.abs() - residual.abs() ** -0.5 / 10).clamp_min(0)
+        table = torch.stack([codes, torch.ones_like(codes)], 1)
+        slope, offset = torch.linalg.lstsq(table, (position - error)[:, None]).solution[:, 0].tolist()
+        assert float(found.scale[0, group]) == pytest.approx(start * slope, rel=1e-5)
+        assert float(found.zero[0, group]) == pytest.approx(-offset / slope, rel=1e-4)
+
+
+def test_hqq_lowers_the_error_of_clip() -> None:
+    v = torch.randn(100, 2, 64, generator=torch.Generator().manual_seed(6))
+    ratio = loss(v, *choose(v, HQQ), HQQ).sum() / loss(v, *choose(v, CLIP_ASYM), HQQ).sum()
+    print(f"{ratio:.4f}")
+    assert ratio < 0.99
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)

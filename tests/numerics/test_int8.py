@@ -1,4 +1,4 @@
-"""The reference numerics on any values: denormals, zeros, outliers, huge ones, in every dtype."""
+"""Int8 per channel and per token, value by value: the numerics that the first schemes rest on."""
 
 from __future__ import annotations
 
@@ -8,30 +8,11 @@ import torch
 from hypothesis import example, given
 from torch import Tensor
 
-from fxquant import numerics
-from fxquant.numerics import dequantize_weight, int_matmul, quantize_act, quantize_weight
+from fxquant.numerics import blocks, dequantize_weight, int_matmul, quantize_act, quantize_weight
 from fxquant.scheme import FULL, QuantSpec
+from tests.numerics.matrices import FLOATS, TINY, matrices
 
-SPEC = QuantSpec(bits=8, block=(1, FULL))
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-TINY = torch.finfo(torch.float32).tiny
-# Denormals of float32 and float16, both sides of the smallest scale (127 * TINY), the usual, the huge.
-MAGNITUDES = (0.0, 1e-45, 1e-40, TINY, 1.4e-36, 1.5e-36, 1e-7, 6e-5, 1e-3, 1.0, 6e4, 1e30)
-
-
-@st.composite
-def matrices(draw: st.DrawFn) -> Tensor:
-    """Rows of one magnitude each, some zeros, now and then a single outlier, in any float dtype."""
-    n, k = draw(st.integers(0, 5)), draw(st.integers(0, 40))
-    dtype = draw(st.sampled_from(FLOATS))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
-    rows = [draw(st.sampled_from(MAGNITUDES)) for _ in range(n)]
-    w = torch.randn(n, k, generator=generator) * torch.tensor(rows).reshape(n, 1)
-    w = w * (torch.rand(n, k, generator=generator) < draw(st.sampled_from((0.2, 0.9, 1.0))))
-    if n and k and draw(st.booleans()):
-        w[draw(st.integers(0, n - 1)), draw(st.integers(0, k - 1))] = draw(st.sampled_from((-1e4, 1e4, 1e30)))
-    limit = torch.finfo(dtype).max
-    return w.clamp(-limit, limit).to(dtype)
+SPEC = QuantSpec(block=(1, FULL))
 
 
 def codes_of(w: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,7 +58,7 @@ def test_the_largest_of_a_row_has_the_largest_code(w: Tensor) -> None:
 @given(matrices(), st.sampled_from(FLOATS))
 def test_dequantized_values(w: Tensor, dtype: torch.dtype) -> None:
     codes, scale = quantize_weight(w, SPEC)
-    floats = dequantize_weight(codes, scale, dtype)
+    floats = dequantize_weight((codes, scale), SPEC, w.shape[1], dtype)
     assert (floats.dtype, floats.shape) == (dtype, w.shape)
     assert torch.equal(floats, (codes.float() * scale).to(dtype))
     assert (floats[codes == 0] == 0).all()
@@ -97,13 +78,13 @@ def test_an_activation_is_quantized_as_a_weight_is(x: Tensor, batch: int) -> Non
 def test_tiles_do_not_change_results(w: Tensor, tile_bytes: int) -> None:
     whole = quantize_weight(w, SPEC)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(numerics, "TILE_BYTES", tile_bytes)
+        patch.setattr(blocks, "TILE_BYTES", tile_bytes)
         tiled = quantize_weight(w, SPEC)
     assert all(torch.equal(a, b) for a, b in zip(whole, tiled, strict=True))
 
 
 def test_a_weight_of_more_than_one_real_tile() -> None:
-    rows = numerics.TILE_BYTES // (4 * 64)
+    rows = blocks.TILE_BYTES // (4 * 64)
     w = torch.randn(2 * rows + 3, 64)
     codes, scale = quantize_weight(w, SPEC)
     assert torch.equal(scale, (w.abs().amax(-1, keepdim=True) / 127))
@@ -149,26 +130,13 @@ def test_integer_matmul_is_exact(m: int, n: int, k: int) -> None:
     assert torch.equal(got.long(), a.long() @ b.long().t())
 
 
-@pytest.mark.parametrize("text", ["int8[1,*]", "int8[1,*]dyn", "int4[1,128]", "int8[128,128]"])
-def test_spec_text_round_trip(text: str) -> None:
-    assert str(QuantSpec.parse(text)) == text
-
-
-def test_specs_without_numerics_are_refused() -> None:
-    for spec in ("int4[1,*]", "int8[1,128]", "int8[*,*]"):
-        with pytest.raises(NotImplementedError, match="int"):
-            quantize_act(torch.ones(2, 128), QuantSpec.parse(spec))
-    with pytest.raises(NotImplementedError, match="int4"):
-        quantize_weight(torch.ones(2, 128), QuantSpec.parse("int4[1,*]"))
-
-
 @pytest.mark.parametrize("block", [(1, 32), (16, 0), (16, 32), (0, 0), (0, 32), (128, 128)])
 def test_blocks_of_a_weight(block: tuple[int, int]) -> None:
     """A scale for each block, whatever its sides; tiles of rows change nothing."""
     w = torch.randn(256, 128, generator=torch.Generator().manual_seed(0))
-    codes, scale = quantize_weight(w, QuantSpec(bits=8, block=block))
+    codes, scale = quantize_weight(w, QuantSpec(block=block))
     rows, columns = block[0] or 256, block[1] or 128
-    blocks = w.view(256 // rows, rows, 128 // columns, columns)
-    want = blocks.abs().amax((1, 3)) / 127
+    parts = w.view(256 // rows, rows, 128 // columns, columns)
+    want = parts.abs().amax((1, 3)) / 127
     assert torch.equal(scale, want)
-    assert torch.equal(codes, (blocks / want[:, None, :, None]).round().to(torch.int8).view(256, 128))
+    assert torch.equal(codes, (parts / want[:, None, :, None]).round().to(torch.int8).view(256, 128))
