@@ -18,7 +18,7 @@ from fxquant import numerics
 from fxquant.graph import value
 from fxquant.materialize.demand import find_ends
 from fxquant.materialize.jobs import Batch, Job, Schedule
-from fxquant.materialize.program import CODES, QUANTIZE, End
+from fxquant.materialize.program import CODES, QUANTIZE
 from fxquant.materialize.recipes import LoadGraph, Recipe
 from fxquant.materialize.scattered import Scattered
 from fxquant.scheme import QuantSpec
@@ -32,10 +32,11 @@ class WeightError:
     """How far a quantized weight is from the values it was made of.
 
     ``relative`` is ``||w - dequantized|| / ||w||``, ``sqnr_db`` -20 log10 of it; ``clipped`` is the share
-    of values that were clipped: rounding alone would give them a code out of the range. All three are over
-    ``sampled_rows`` of the weight's ``rows`` (output features): clusters of 16, see ``numerics.sample_ranges``. ``maximum`` is the largest
-    magnitude, of all rows if ``maximum_is_exact`` (scales tell, float32 weights to their last bit), else of
-    the sampled ones. ``zero_rows`` counts rows that are all zero, of all rows; None where scales do not tell.
+    of values that were clipped: rounding would give them a code out of the range. All three are over
+    ``sampled_rows`` of the weight's ``rows`` (output features): clusters of 16, see
+    ``numerics.sample_ranges``. ``maximum`` is the largest magnitude, of all rows if ``maximum_is_exact``
+    (scales tell; of float32 weights but for the last bit), else of the sampled ones. ``zero_rows`` counts
+    rows that are all zero, of all rows; None where scales do not tell.
     """
 
     relative: float
@@ -99,15 +100,15 @@ class Errors:
         """Bytes on the device."""
         return 0 if self.there is None else self.there.nbytes
 
-    def compare(self, job: Job, outs: Mapping[int, Any], end: End, source: Tensor, scratch: Tensor) -> None:
+    def compare(self, job: Job, source: Tensor, parts: Sequence[Any], scratch: Tensor) -> None:
         """Compare rows of what a tile was made of with what was written."""
         weight = self.weights[job.recipe.template]
         if weight is None:
             return
+        codes, *others = parts
         where = job.tile.outs[0][1]
         start = where.start if where is not None and where.axis == 0 else 0
         for rows in weight.within(start, source.shape[0]):
-            codes, *others = (outs[i] for i in end.outs)
             picked = codes.take(rows) if isinstance(codes, Scattered) else codes[rows]
             for found in numerics.compare_rows(source, picked, others, weight.spec, rows, scratch):
                 self._add(_place(job), found)

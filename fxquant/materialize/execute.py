@@ -307,7 +307,7 @@ class Load:
         metered = LiveBytes(self.account) if job.tile.transient else contextlib.nullcontext()
         try:
             with metered:
-                program.run(reads, parts, scratch, maxima, partial(self.errors.compare, job, parts))
+                program.run(reads, parts, scratch, maxima, partial(self.errors.compare, job))
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             keys = ", ".join(job.recipe.keys)
             raise FxquantError(f"while making {job.recipe.fqn} from {keys}: {error}") from error

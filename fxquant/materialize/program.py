@@ -43,7 +43,7 @@ class End:
     spec: QuantSpec | None = None
 
 
-Compare = Callable[[End, Tensor, Tensor], None]
+Compare = Callable[[Tensor, Sequence[Any], Tensor], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class Program:
     ) -> None:
         """Compute and write into the parts ``outs`` of the constants (tensors, or ``Scattered`` codes).
 
-        ``compare`` sees what codes are made of once they are written, and the scratch.
+        ``compare`` sees what codes are made of, the constants once they are written, and the scratch.
         """
         values = self.compute(reads)
         for end in self.ends:
@@ -96,17 +96,19 @@ class Program:
                 outs[end.outs[0]].copy_(value)
                 continue
             assert end.spec is not None
-            if end.kind == QUANTIZE:
-                numerics.quantize_into(value, end.spec, [outs[i] for i in end.outs], scratch)
-            elif end.kind == ABSMAX:
+            if end.kind == ABSMAX:
                 assert maxima is not None
                 maxima.raise_to(value, end.spec, scratch)
+                continue
+            if end.kind == QUANTIZE:
+                parts = [outs[i] for i in end.outs]
+                numerics.quantize_into(value, end.spec, parts, scratch)
             else:
                 assert maxima is not None
                 parts = [outs.get(i, maxima.out) for i in end.outs]
                 numerics.quantize_known_into(value, end.spec, maxima.known(end.spec), parts, scratch)
-            if compare is not None and end.kind != ABSMAX:
-                compare(end, value, scratch)
+            if compare is not None:
+                compare(value, parts, scratch)
 
 
 class Maxima:

@@ -44,7 +44,7 @@ def sample_ranges(rows: int, columns: int) -> tuple[range, ...]:
     """
     span = max(1, SPAN // max(columns, 1))
     step = max(1, (min(span, rows) // SAMPLE_ROWS - 1) | 1)
-    width = SAMPLE_ROWS * step
+    width = min(SAMPLE_ROWS * step, span)
     return tuple(range(at, min(at + width, rows), step) for at in range(0, rows, PERIOD * span))
 
 
