@@ -88,6 +88,7 @@ class Errors:
     ) -> None:
         self.recipes = graph.recipes
         self.weights = [_weight(gm, every=every) for gm in graph.templates]
+        self.rows: dict[tuple[int, int, int], tuple[slice, ...]] = {}
         self.sums: dict[tuple[str, int], list[float]] = {}
         self.places: dict[tuple[str, int], int] = {}
         self.there: Tensor | None = None
@@ -102,13 +103,19 @@ class Errors:
 
     def compare(self, job: Job, source: Tensor, parts: Sequence[Any], scratch: Tensor) -> None:
         """Compare rows of what a tile was made of with what was written."""
-        weight = self.weights[job.recipe.template]
-        if weight is None:
-            return
-        codes, *others = parts
         where = job.tile.outs[0][1]
         start = where.start if where is not None and where.axis == 0 else 0
-        for rows in weight.within(start, source.shape[0]):
+        key = (job.recipe.template, start, source.shape[0])
+        picked_rows = self.rows.get(key)
+        if picked_rows is None:  # the same for the tiles of all weights of a template
+            weight = self.weights[key[0]]
+            picked_rows = self.rows[key] = () if weight is None else tuple(weight.within(*key[1:]))
+        if not picked_rows:
+            return
+        weight = self.weights[key[0]]
+        assert weight is not None
+        codes, *others = parts
+        for rows in picked_rows:
             picked = codes.take(rows) if isinstance(codes, Scattered) else codes[rows]
             for found in numerics.compare_rows(source, picked, others, weight.spec, rows, scratch):
                 self._add(_place(job), found)

@@ -16,7 +16,7 @@ from torch import Tensor
 from fxquant.numerics.blocks import regions
 from fxquant.numerics.decode import apply_
 from fxquant.numerics.floats import E4M3_TOP, e8m0_values
-from fxquant.numerics.integers import INT4_STEPS, TINY
+from fxquant.numerics.integers import INT4_OFFSET, INT4_STEPS, TINY
 from fxquant.numerics.packing import unpack
 from fxquant.scheme import FULL, QuantSpec
 
@@ -26,7 +26,7 @@ SAMPLE_ROWS = 16
 SPAN = 1 << 20
 """Values over whose rows a cluster is spread: those of a tile, so that few tiles are compared with."""
 
-PERIOD = 4
+PERIOD = 8
 """A cluster begins every so many spans. An op that runs once for a tile costs far more than one of many."""
 
 PIECE = 1 << 16
@@ -75,22 +75,48 @@ def compare_rows(
         values, errors = scratch[:total], scratch[total : 2 * total]  # few ops: each is cold, and costs 10 us
         values_SK, errors_SK = values.view(-1, k), errors.view(-1, k)
         values_SK.copy_(w_SK[start:stop])
-        errors_SK.copy_(unpack(codes, spec, k) if spec.packed else codes)
-        if zero is None and here.scale.shape[1] == 1:
-            errors_SK.mul_(here.scale)
-        else:
-            apply_(errors_SK, replace(spec, block=(1, spec.block[1])), *here)
+        _decode(codes, errors_SK, spec)
+        _scale(errors_SK, spec, here)
         errors.sub_(values)
         sums = torch.dot(values, values), torch.dot(errors, errors)
         yield (*sums, *_clipped(values_SK, errors_SK, spec, here)) if can_clip(spec) else sums
+
+
+def _decode(codes: Tensor, out_SK: Tensor, spec: QuantSpec) -> None:
+    """What codes stand for before the scale; of int4 by fewer ops than ``unpack`` has."""
+    if not spec.packed:
+        out_SK.copy_(codes)
+    elif spec.type.is_float:
+        out_SK.copy_(unpack(codes, spec, out_SK.shape[1]))
+    else:
+        out_SK[:, 0::2].copy_(codes.bitwise_and(15))
+        out_SK[:, 1::2].copy_(codes.bitwise_right_shift(4)[:, : out_SK.shape[1] // 2])
+        if not spec.zero:
+            out_SK.sub_(INT4_OFFSET)
+
+
+def _scale(values_SK: Tensor, spec: QuantSpec, scales: _Scales) -> None:
+    """``(values - zero) * scale`` in place."""
+    k, side = values_SK.shape[1], spec.block[1] or values_SK.shape[1]
+    if k % side:
+        apply_(values_SK, replace(spec, block=(1, spec.block[1])), *scales)
+        return
+    blocks = values_SK.view(-1, k // side, side)
+    if scales.zero is not None:
+        blocks.sub_(scales.zero[:, :, None])
+    blocks.mul_(scales.scale[:, :, None])
 
 
 def temporary_bytes(shape: tuple[int, int], spec: QuantSpec) -> int:
     """At most so many bytes does ``compare_rows`` allocate beside ``scratch`` for so many rows of K."""
     rows, k = shape
     piece = min(rows * k, max(PIECE, k))
-    scales = 16 * rows * (1 if spec.block[1] == FULL else -(-k // spec.block[1]))
-    return 512 + scales + (7 * piece + (8 << 10) if spec.packed else 0)
+    size = 64
+    if spec.scale != "f32" or spec.block[0] not in (1, FULL):  # scales are cast, or repeated for their rows
+        size += rows * (8 + 8 * spec.grid(1, k)[1])
+    if spec.packed:
+        size += 7 * piece + (8 << 10) if spec.type.is_float else piece
+    return size
 
 
 class _Scales(NamedTuple):
