@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -45,6 +46,10 @@ class Options(TypedDict, total=False):
     - ``strict``: raise instead of leaving a layer float or ignoring extra tensors.
     - ``rotate``: True rotates weights and activations along K by Hadamard matrices, in blocks of the
       largest power of two that divides K: outliers are spread, at the cost of an op for each input.
+    - ``max_error``: the largest relative error ``||w - dequantized|| / ||w||`` (Frobenius norm) that a
+      quantized weight may have, such as 0.05. While it is planned every weight is read, in tiles; one above
+      the bound takes the next wider scheme (``scheme.WIDER``), else stays float, with the reason in the plan.
+      Default: no bound. For float checkpoints that can be read twice, not for streams.
     - ``disable_passes``: names of passes to leave out, for bisecting.
     - ``host_budget``, ``device_budget``: the most that loading may hold in main memory and on the
       device: bytes, or text such as ``"2GiB"``. ``BudgetError`` tells the smallest that can be kept.
@@ -74,6 +79,7 @@ class Options(TypedDict, total=False):
     progress: bool | Callable[..., None] | None
     strict: bool
     rotate: bool
+    max_error: float | None
     disable_passes: Iterable[str]
     host_budget: int | str | None
     device_budget: int | str | None
@@ -84,10 +90,7 @@ class Options(TypedDict, total=False):
     cache_dir: str | os.PathLike[str] | None
 
 
-RESERVED = (
-    "placement",
-    "max_error",
-)
+RESERVED = ("placement",)
 """Names that later releases give a meaning; until then they are refused, never ignored."""
 
 
@@ -136,10 +139,32 @@ def make_request(
         key_map=options.get("key_map"),
         strict=options.get("strict", False),
         rotate=_rotate(options.get("rotate", False)),
+        max_error=_max_error(options, checkpoint),
         disable_passes=disabled,
         whole=whole,
         load=load_options(options),
     )
+
+
+def _max_error(options: Mapping[str, Any], checkpoint: Checkpoint | None) -> float | None:
+    """The bound, if the checkpoint's weights can be measured before they are loaded."""
+    bound = options.get("max_error")
+    if bound is None:
+        return None
+    if not isinstance(bound, (int, float)) or isinstance(bound, bool) or not 0 < bound < math.inf:
+        raise ConfigError(f"max_error={bound!r}: expected a positive number, such as 0.05")
+    why = ""
+    if checkpoint is None:
+        why = "there is no checkpoint"
+    elif checkpoint.streaming:
+        why = "a stream can be read only once; give files or a dict"
+    elif isinstance(checkpoint, ConstantsCheckpoint):
+        why = f"{checkpoint.location} holds constants; give the original checkpoint"
+    elif options.get("weights") == "dummy":
+        why = "weights='dummy' reads none"
+    if why:
+        raise ConfigError(f"max_error={bound:g} measures the weights while it plans, but {why}")
+    return float(bound)
 
 
 def _rotate(value: object) -> bool:

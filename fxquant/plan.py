@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -171,6 +171,7 @@ class Plan:
             f"fxquant plan: scheme {self.scheme} on {self.target}, {count}",
             f"  bytes: {_mib(self.float_bytes)} float -> {_mib(self.resident_bytes)} resident",
             *(f"  predicted peak on {device}: {_mib(size)}" for device, size in self.predicted_peak.items()),
+            *_measuring(self.loading),
             f"  captured: {self.capture}",
             *(f"  {op}: {row['op']} ({row['reason']})" for op, row in self.kernels.items()),
             *(f"  pattern matches nothing: {pattern}" for pattern in self.unmatched),
@@ -250,6 +251,15 @@ def _change(mine: object, theirs: object) -> str:
         return f"{mine} -> {theirs}"
     at = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(mine, theirs, strict=False)))
     return f"{list(mine[at : at + 3])} -> {list(theirs[at : at + 3])} from item {at} on"
+
+
+def _measuring(loading: Mapping[str, Any]) -> Iterator[str]:
+    """A line on what was read to plan under ``max_error``."""
+    if "max_error" in loading:
+        yield (
+            f"  measured for max_error {loading['max_error']:g}: {_mib(loading['measuring_bytes'])} more, "
+            f"{loading['measuring_reads']} reads, {loading['measuring_rounds']} rounds"
+        )
 
 
 def _weight_from(row: dict[str, Any]) -> WeightPlan:

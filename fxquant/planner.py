@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +18,10 @@ from fxquant.checkpoint import (
     ConstantsCheckpoint,
     KeyEntry,
     KeyMap,
-    TensorInfo,
     require_complete,
     resolve_keys,
 )
-from fxquant.config import QuantConfig
+from fxquant.config import Choice, QuantConfig
 from fxquant.errors import ExtraWeightError, RefusedError
 from fxquant.form import Form
 from fxquant.loading import (
@@ -30,7 +30,6 @@ from fxquant.loading import (
     describe_loading,
     is_in_memory,
     schedule_for,
-    stored_infos,
 )
 from fxquant.materialize.execute import Loaded, materialize
 from fxquant.materialize.heap import give_back
@@ -38,14 +37,15 @@ from fxquant.materialize.jobs import Schedule
 from fxquant.materialize.progress import Report
 from fxquant.materialize.recipes import LoadGraph
 from fxquant.materialize.schedule import Scheduler
+from fxquant.max_error import Asked, keep_max_error
 from fxquant.module_walk import embedding_names, walked_uses
 from fxquant.parameters import WeightGroup, repair_buffers, weight_groups
-from fxquant.passes.choose_form import CONVOLUTION, LOOKUP, Decision, Use, choose_form, describe
+from fxquant.passes.choose_form import Decision, Use, choose_form
 from fxquant.passes.weight_uses import weight_uses
-from fxquant.plan import Plan, Stored, WeightPlan
-from fxquant.scheme import PRODUCTS, find_scheme
+from fxquant.plan import Plan
+from fxquant.plan_rows import kernels_of, plan_rows, rewrites_of
 from fxquant.stored import decide_stored, find_stored, match_stored
-from fxquant.target import Kernel, Target
+from fxquant.target import Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +63,7 @@ class Request:
     key_map: Mapping[str, str] | Callable[[str], str | None] | None = None
     strict: bool = False
     rotate: bool = False
+    max_error: float | None = None
     disable_passes: tuple[str, ...] = ()
     whole: bool = False
     load: LoadOptions = field(default_factory=LoadOptions)
@@ -135,6 +136,7 @@ def _make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request
         group.fqn: _decide(model, group, keymap.entries[group.fqn], uses[group.fqn], checkpoint, request)
         for group in loaded
     }
+    decisions, measured = _bounded(model, loaded, keymap, uses, decisions, checkpoint, request)
     _check_strict(decisions, request, capture)
     forms = {fqn: decision.form for fqn, decision in decisions.items() if decision.form is not None}
     graph = LoadGraph()
@@ -143,8 +145,8 @@ def _make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request
         add_recipe(graph, group, keymap.entries[group.fqn], checkpoint, forms.get(group.fqn), given)
     scheduler = Scheduler(graph, checkpoint.infos if checkpoint else {})
     schedule = schedule_for(scheduler, checkpoint, request.device_type, request.load)
-    rows = _rows(loaded, keymap, checkpoint, decisions, uses, scheduler, schedule)
-    rewrites = _rewrites(forms, uses)
+    rows = plan_rows(loaded, keymap, checkpoint, decisions, uses, scheduler, schedule)
+    rewrites = rewrites_of(forms, uses)
     plan = Plan(
         backend=request.backend,
         target=request.target.name,
@@ -154,14 +156,14 @@ def _make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request
         capture=capture.how,
         weights=rows,
         order=tuple(dict.fromkeys(job.recipe.fqn for batch in schedule.batches for job in batch.jobs)),
-        kernels=_kernels(request.target, forms, uses, rewrites),
+        kernels=kernels_of(request.target, forms, uses, rewrites),
         rewrites=rewrites,
         unmatched=request.config.unmatched(_names(groups, keymap)),
         extra=keymap.extra,
         notes=(*keymap.notes, *_run_notes(model, capture)),
         predicted_peak=schedule.peak,
         timeline=schedule.timeline,
-        loading=describe_loading(schedule, checkpoint, request.load),
+        loading={**describe_loading(schedule, checkpoint, request.load), **measured},
     )
     names = {name: keymap.entries[g.fqn].keys[0] for g in loaded for name in g.fqns}
     return Planned(
@@ -285,10 +287,45 @@ def _decide(
         stored = find_stored(group, checkpoint)
         assert stored is not None
         return decide_stored(group, stored, uses, checkpoint, request.target)
-    choice = request.config.choose_for_parts(group.fqns, entry.keys, embedding_names(model, group.fqns))
+    return _form_for(_choice(model, group, entry, request), group, uses, request)
+
+
+def _choice(model: nn.Module, group: WeightGroup, entry: KeyEntry, request: Request) -> Choice:
+    return request.config.choose_for_parts(group.fqns, entry.keys, embedding_names(model, group.fqns))
+
+
+def _form_for(choice: Choice, group: WeightGroup, uses: list[Use], request: Request) -> Decision:
     return choose_form(
         uses, tuple(group.tensor.shape), group.tensor.dtype, choice, request.target, rotate=request.rotate
     )
+
+
+def _bounded(
+    model: nn.Module,
+    groups: tuple[WeightGroup, ...],
+    keymap: KeyMap,
+    uses: Mapping[str, list[Use]],
+    decisions: dict[str, Decision],
+    checkpoint: Checkpoint | None,
+    request: Request,
+) -> tuple[dict[str, Decision], Mapping[str, int | float]]:
+    """The decisions under ``max_error``, and what was read for them."""
+    if request.max_error is None:
+        return decisions, {}
+    assert checkpoint is not None
+    weights = {
+        group.fqn: Asked(
+            group=group,
+            entry=keymap.entries[group.fqn],
+            choice=_choice(model, group, keymap.entries[group.fqn], request),
+            decision=decisions[group.fqn],
+            decide=partial(_form_for, group=group, uses=uses[group.fqn], request=request),
+        )
+        for group in groups
+        if not group.is_buffer
+    }
+    found = keep_max_error(request.max_error, weights, checkpoint, request.load)
+    return {**decisions, **found.decisions}, found.measured
 
 
 def _check_strict(decisions: Mapping[str, Decision], request: Request, capture: ModelCapture) -> None:
@@ -300,92 +337,6 @@ def _check_strict(decisions: Mapping[str, Decision], request: Request, capture: 
         raise RefusedError(f"strict: {len(refused)} weights would stay float:\n{lines}")
     if not capture.graphs:
         raise RefusedError("strict: the model was not traced; pass example_inputs=...")
-
-
-def _rows(
-    groups: tuple[WeightGroup, ...],
-    keymap: KeyMap,
-    checkpoint: Checkpoint | None,
-    decisions: Mapping[str, Decision],
-    uses: Mapping[str, list[Use]],
-    scheduler: Scheduler,
-    schedule: Schedule,
-) -> tuple[WeightPlan, ...]:
-    graph = scheduler.graph
-    recipes = {recipe.fqn: recipe for recipe in graph.recipes}
-    rows = []
-    for group in groups:
-        entry, decision, recipe = keymap.entries[group.fqn], decisions[group.fqn], recipes[group.fqn]
-        stored = [_stored(info) for info in stored_infos(entry, group, checkpoint)]
-        count = len(entry.keys)
-        tiling = scheduler.tiling(recipe.template, schedule.tile_bytes)
-        rows.append(
-            WeightPlan(
-                fqn=group.fqn,
-                aliases=group.fqns[1:],
-                kind="buffer" if group.is_buffer else "parameter",
-                shape=tuple(group.tensor.shape),
-                dtype=str(group.tensor.dtype).removeprefix("torch."),
-                scheme=decision.form.scheme if decision.form else "none",
-                form=str(decision.form) if decision.form else "float",
-                reason=decision.reason,
-                uses=describe(uses[group.fqn]),
-                stored=tuple(stored[:count]),
-                same=tuple(stored[count:]),
-                rule=entry.rule,
-                rejected=decision.rejected,
-                float_bytes=group.tensor.numel() * group.tensor.element_size(),
-                resident_bytes=scheduler.resident(recipe),
-                transient_bytes=tiling.peak_bytes,
-                tiles=len(tiling.tiles),
-                whole=tiling.reason,
-            )
-        )
-    return tuple(rows)
-
-
-def _rewrites(forms: Mapping[str, Form], uses: Mapping[str, list[Use]]) -> dict[str, int]:
-    """How many uses compute with codes, by kind; linears always."""
-    held = [(form, use) for fqn, form in forms.items() for use in uses[fqn]]
-    lookups = sum(use.lookup and not (form.table or form.host) for form, use in held)
-    convolutions = sum(use.conv for _, use in held)
-    others = {"embedding": lookups, "convolution": convolutions}
-    linears = sum(use.k_axis is not None for _, use in held)
-    return {"linear": linears, **{kind: count for kind, count in others.items() if count}}
-
-
-def _kernels(
-    target: Target, forms: Mapping[str, Form], uses: Mapping[str, list[Use]], rewrites: Mapping[str, int]
-) -> dict[str, dict[str, str]]:
-    """What runs each dialect op in use, and why."""
-    multiplied = {
-        form.scheme
-        for fqn, form in forms.items()
-        if not (form.host or form.kernel or all(use.lookup for use in uses[fqn]))
-    }
-    found: dict[str, dict[str, str]] = {}
-    for scheme in map(find_scheme, sorted(multiplied)):
-        kernel = target.kernel_for(scheme)
-        if isinstance(kernel, Kernel):
-            found.setdefault(scheme.op, {"op": kernel.op, "reason": kernel.reason})
-    special = {LOOKUP: "embedding", CONVOLUTION: "convolution"}
-    others = [op for op in target.kernels if found and op not in (*PRODUCTS, *special)]
-    for op in (*others, *(op for op, kind in special.items() if kind in rewrites)):
-        kernel = target.kernel_of(op)
-        if isinstance(kernel, Kernel):
-            found[op] = {"op": kernel.op, "reason": kernel.reason}
-    return found
-
-
-def _stored(info: TensorInfo) -> Stored:
-    return Stored(
-        key=info.key,
-        file=info.file,
-        offset=info.offset,
-        nbytes=info.nbytes,
-        dtype=str(info.dtype).removeprefix("torch."),
-        shape=tuple(info.shape),
-    )
 
 
 def _run_notes(model: nn.Module, capture: ModelCapture) -> tuple[str, ...]:

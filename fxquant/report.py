@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -11,12 +12,16 @@ from pathlib import Path
 from torch import nn
 
 from fxquant.errors import ConfigError
+from fxquant.materialize.errors import WeightError
 from fxquant.materialize.execute import Loaded
 from fxquant.plan import MIB, Plan
 from fxquant.runtime.quantized_weight import QuantizedWeight
 from fxquant.runtime.state import RunState
 from fxquant.timeline import Moment
 from fxquant.views.html import write_page
+
+WORST = 5
+"""Weights that the text names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +31,8 @@ class Report:
     ``timeline`` is the memory while loading, and ``measured_anonymous`` the peak of the process's
     anonymous resident memory over what it was before (None where the system does not tell).
     ``origin`` says where the constants come from: the checkpoint, the cache, or made up.
+    ``errors``: by FQN, how far each quantized weight is from its values, over a sample of rows that were
+    compared while they were loaded; empty where nothing was quantized (stored or made-up constants).
     ``graphs``: compiled graphs by frame; ``recompiles``: those beyond the first of a frame;
     ``rewritten``: products, look-ups and convolutions with codes in them; ``eager_linears``: quantized
     calls outside of compiled graphs; ``fallbacks``: uses of quantized weights that computed with floats, by
@@ -39,6 +46,7 @@ class Report:
     load_seconds: float
     read_bytes: int
     origin: str
+    errors: Mapping[str, WeightError]
     graphs: Mapping[str, int]
     recompiles: int
     rewritten: int
@@ -77,12 +85,33 @@ class Report:
             f"{self.quantized} quantized weights, {before:.1f} -> {after:.1f} MiB",
             f"loaded {read:.1f} MiB in {self.load_seconds:.2f} s from {self.origin}",
             f"measured peak {peaks}{anonymous}",
+            *describe_errors(self.errors),
             f"{graphs} graphs over {len(self.graphs)} frames, {self.rewritten} uses rewritten in them",
             f"{self.eager_linears} quantized calls outside of graphs, {self.fallbacks} fallbacks",
             *(f"  fallback: {site} x{count}" for site, count in self.fallback_sites.items()),
             *(f"  not rewritten: {reason}" for reason in self.unnormalized),
         ]
         return "\n".join(lines)
+
+
+def describe_errors(errors: Mapping[str, WeightError]) -> Iterator[str]:
+    """Lines on the weights with the largest errors; none where nothing is known."""
+    if not errors:
+        return
+    ordered = sorted(errors.items(), key=lambda item: _order(item[1]))
+    middle = ordered[len(ordered) // 2][1].sqnr_db
+    yield f"errors of {len(errors)} weights, over sampled rows: median SQNR {middle:.1f} dB, worst"
+    for fqn, error in ordered[:WORST]:
+        rows = f"{error.sampled_rows} of {error.rows} rows"
+        clipped = f", {error.clipped:.2%} clipped" if error.clipped else ""
+        zeros = f", {error.zero_rows} rows of zeros" if error.zero_rows else ""
+        about = "" if error.maximum_is_exact else " in them"
+        yield f"  {error.sqnr_db:.1f} dB: {fqn} ({rows}; maximum {error.maximum:.3g}{about}{clipped}{zeros})"
+
+
+def _order(error: WeightError) -> float:
+    """Worst first; what is not finite is worse than all."""
+    return -math.inf if math.isnan(error.sqnr_db) else error.sqnr_db
 
 
 def report(model: nn.Module) -> Report:
@@ -104,6 +133,7 @@ def report(model: nn.Module) -> Report:
         load_seconds=loaded.seconds,
         read_bytes=loaded.read_bytes,
         origin=loaded.origin,
+        errors=loaded.errors,
         graphs=dict(state.graphs),
         recompiles=state.recompiles,
         rewritten=state.rewritten,

@@ -292,6 +292,24 @@ SCHEMES: dict[str, Scheme] = {
     )
 }
 
+WIDER: Mapping[str, str] = {
+    "int4_channel": "int4_g128",
+    "int4_g128": "int4_g64",
+    "int4_g64": "int4_g32",
+    "int4_g32": "int8_weight_only",
+    "int4_channel_asym": "int4_g128_asym",
+    "int4_g128_asym": "int4_g64_asym",
+    "int4_g64_asym": "int4_g32_asym",
+    "int4_g32_asym": "int8_weight_only",
+    "w4a8_g128": "int8",
+    "mxfp4": "mxfp8",
+    "mxfp4_weight_only": "int8_weight_only",
+    "nvfp4": "fp8",
+    "nvfp4_weight_only": "int8_weight_only",
+    "fp8_tensor": "fp8",
+}
+"""What a weight with too large an error takes instead, see ``max_error``; of others there is no wider one."""
+
 
 def weight_only(scheme: Scheme) -> Scheme | None:
     """The scheme of the same weights for uses that do not quantize activations, if there is one."""
@@ -302,6 +320,13 @@ def weight_only(scheme: Scheme) -> Scheme | None:
     if found is None or not scheme.weight.refine:
         return found
     return find_scheme(f"{found.name}(refine={scheme.weight.refine})")
+
+
+def wider(scheme: Scheme) -> Scheme:
+    """The next scheme with smaller errors, refined in the same way where it can be; ``none`` at the end."""
+    name, _, how = scheme.name.partition("(")
+    found = SCHEMES[WIDER.get(name, "none")]
+    return find_scheme(f"{found.name}({how}") if how and found.refinable else found
 
 
 _REFINED = re.compile(r"(?P<name>[a-z0-9_]+)\(refine=(?P<how>[a-z]+)\)")

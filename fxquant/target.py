@@ -44,7 +44,8 @@ class Limit:
 class Layout:
     """How the codes of a weight are to lie, why, and why not otherwise.
 
-    ``kn``, ``nz``, ``held``, ``parts_n``, ``parts_k`` as in ``form.Form``. ``rejected``: alternatives and reasons.
+    ``kn``, ``nz``, ``held``, ``parts_n``, ``parts_k`` as in ``form.Form``. ``rejected``: alternatives and
+    reasons.
     """
 
     kn: bool = False

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fxquant.capture import quiet_fast_paths
-from fxquant.materialize.execute import _torch_threads
+from fxquant.materialize.workers import one_torch_thread
 from fxquant.process_setting import ProcessSetting
 
 
@@ -39,7 +39,7 @@ def in_new_thread(get: Callable[[], object]) -> object:
 
 CASES = {
     "attention": (quiet_fast_paths, torch.backends.mha.get_fastpath_enabled),
-    "threads": (_torch_threads, torch.get_num_threads),
+    "threads": (one_torch_thread, torch.get_num_threads),
 }
 
 

@@ -7,15 +7,16 @@ import contextvars
 import logging
 import threading
 import time
-import traceback
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from fxquant.checkpoint import Checkpoint, FileCheckpoint, MappedCheckpoint, StreamCheckpoint
 from fxquant.errors import FxquantError
+from fxquant.materialize.errors import Errors, WeightError
 from fxquant.materialize.heap import give_back, one_arena
 from fxquant.materialize.jobs import LOOKAHEAD, Batch, Job, Schedule
 from fxquant.materialize.meter import Account, LiveBytes, anonymous_bytes
@@ -32,7 +33,7 @@ from fxquant.materialize.sources import (
 )
 from fxquant.materialize.store import Constants, Store
 from fxquant.materialize.stream import Arrivals
-from fxquant.process_setting import ProcessSetting
+from fxquant.materialize.workers import forget_locals, one_torch_thread
 from fxquant.timeline import Moment
 
 log = logging.getLogger("fxquant.materialize")
@@ -50,13 +51,14 @@ SAMPLE_SECONDS = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """The constants of every weight, and what loading them took."""
+    """The constants of every weight, what loading them took, and the errors of those that were quantized."""
 
     constants: Constants
     peak: Mapping[str, int]
     seconds: float
     read_bytes: int
     timeline: tuple[Moment, ...] = ()
+    errors: Mapping[str, WeightError] = field(default_factory=dict)
     origin: str = "the checkpoint"
 
 
@@ -77,7 +79,6 @@ def materialize(
     ``names``, ``optional`` and ``budget`` are for streams, see ``Arrivals``. ``into``: constants that
     are written over, by FQN. ``device``: where new ones are made.
     """
-    give_back()
     log.info(
         "loading %d weights from %s: %d batches, %d workers, predicted peak %s",
         len(graph.recipes),
@@ -86,56 +87,20 @@ def materialize(
         schedule.workers,
         schedule.peak,
     )
-    load = Load(graph, schedule, checkpoint, into or {}, device or torch.device("cpu"), report)
-    try:
-        # Constants made in inference mode could not be written over outside of it.
-        with _torch_threads(), one_arena(), torch.inference_mode(False), torch.no_grad():
-            if isinstance(checkpoint, StreamCheckpoint):
-                arrivals = Arrivals(
-                    graph, schedule, load.store, names=names or {}, optional=optional, budget=budget
-                )
-                load.run_stream(arrivals, checkpoint)
-            else:
-                check_source(graph, checkpoint)
-                load.run()
-                if isinstance(checkpoint, FileCheckpoint):
-                    checkpoint.check_unchanged()
-    except BaseException as error:
-        load.store.clear()
-        _forget_locals(error)
-        give_back()
-        raise
-    loaded = load.result()
+    place = device or torch.device("cpu")
+    errors = Errors(graph, schedule, place)
+    load = Load(schedule, checkpoint, Store(graph, Account(), place, into or {}), errors, report)
+    with load.running():
+        if isinstance(checkpoint, StreamCheckpoint):
+            arrivals = Arrivals(
+                graph, schedule, load.store, names=names or {}, optional=optional, budget=budget
+            )
+            load.run_stream(arrivals, checkpoint)
+        else:
+            load.run_all(graph)
+        loaded = load.result()
     log.info("loaded %d bytes in %.2f s, peak %s", loaded.read_bytes, loaded.seconds, loaded.peak)
-    give_back()
     return loaded
-
-
-def _forget_locals(error: BaseException) -> None:
-    """Let go of what finished frames hold, so that an error that is kept keeps no tensors."""
-    seen: BaseException | None = error
-    known: list[BaseException] = []
-    while seen is not None and seen not in known:  # a cause may lead back to its effect
-        known.append(seen)
-        traceback.clear_frames(seen.__traceback__)
-        seen = seen.__cause__ or seen.__context__
-
-
-@contextlib.contextmanager
-def _torch_threads() -> Iterator[None]:
-    """Run torch ops on one thread for each worker.
-
-    Tiles are small, and idle OpenMP threads spin: SmolLM2 on two busy cores took 36 s with two
-    threads for each op and 1.2 s with one.
-    """
-    with _threads.changed(1) as threads:
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)  # of this thread; other loads have set theirs
-
-
-_threads = ProcessSetting(torch.get_num_threads, torch.set_num_threads)
 
 
 class Load:
@@ -143,18 +108,19 @@ class Load:
 
     def __init__(
         self,
-        graph: LoadGraph,
         schedule: Schedule,
         checkpoint: Checkpoint,
-        into: Mapping[str, Sequence[Tensor]],
-        device: torch.device,
-        report: Report | None,
+        store: Store,
+        errors: Errors,
+        report: Report | None = None,
     ) -> None:
         self.schedule = schedule
         self.checkpoint = checkpoint
         self.report = report
-        self.account = Account()
-        self.store = Store(graph, self.account, device, into)
+        self.store = store
+        self.account = store.account
+        self.errors = errors
+        self.account.add(store.device.type, errors.nbytes)  # to the end
         self.error: BaseException | None = None
         self.started = time.perf_counter()
         self.base = anonymous_bytes()
@@ -172,6 +138,28 @@ class Load:
                 key = _counter(job)
                 self.left[key] = self.left.get(key, 0) + 1
 
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Set up torch and the heap for the work; on an error nothing is kept."""
+        give_back()
+        try:
+            # Constants made in inference mode could not be written over outside of it.
+            with one_torch_thread(), one_arena(), torch.inference_mode(False), torch.no_grad():
+                yield
+        except BaseException as error:
+            self.store.clear()
+            forget_locals(error)
+            give_back()
+            raise
+        give_back()
+
+    def run_all(self, graph: LoadGraph) -> None:
+        """Do all batches of a source that can be looked into, which must be as planned and stay so."""
+        check_source(graph, self.checkpoint)
+        self.run()
+        if isinstance(self.checkpoint, FileCheckpoint):
+            self.checkpoint.check_unchanged()
+
     def result(self) -> Loaded:
         """What was made."""
         self._sample(time.perf_counter() - self.started, force=True)
@@ -181,6 +169,7 @@ class Load:
             seconds=time.perf_counter() - self.started,
             read_bytes=self.done_bytes,
             timeline=thin(self.moments),
+            errors=self.errors.results(self.store.beside_codes),
         )
 
     def run(self) -> None:
@@ -233,7 +222,7 @@ class Load:
                     self._mark(index)
         except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
             self._fail(error)
-            _forget_locals(error)
+            forget_locals(error)
         finally:
             worker.end()
 
@@ -318,7 +307,7 @@ class Load:
         metered = LiveBytes(self.account) if job.tile.transient else contextlib.nullcontext()
         try:
             with metered:
-                program.run(reads, parts, scratch, maxima)
+                program.run(reads, parts, scratch, maxima, partial(self.errors.compare, job))
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             keys = ", ".join(job.recipe.keys)
             raise FxquantError(f"while making {job.recipe.fqn} from {keys}: {error}") from error

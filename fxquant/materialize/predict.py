@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from fxquant.form import Form
 from fxquant.fractal_nz import padded_bytes
 from fxquant.materialize.blocks import Blocks
+from fxquant.materialize.errors import sums_bytes
 from fxquant.materialize.jobs import LOOKAHEAD, Schedule
 from fxquant.materialize.recipes import LoadGraph, Recipe, Shapes, held_shapes, laid_out_shapes, result_vals
 from fxquant.timeline import Moment
@@ -27,6 +28,8 @@ class _Resident:
             for size in (schedule.buffer_bytes, schedule.scratch_bytes) * schedule.workers:
                 self.blocks.take(size)  # the workers' own come first
         self.device = self.host = 0
+        if self.blocks is not None:
+            self.device = self.blocks.take(sums_bytes(schedule.batches))
         self._to_change: dict[str, list[tuple[int, int]]] = {}
 
     def begin(self, recipe: Recipe) -> None:

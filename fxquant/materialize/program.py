@@ -43,6 +43,9 @@ class End:
     spec: QuantSpec | None = None
 
 
+Compare = Callable[[Tensor, Sequence[Any], Tensor], None]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
     """Calls in order, then the ends. ``inputs`` are the placeholders by position of their read."""
@@ -80,8 +83,12 @@ class Program:
         outs: Mapping[int, Any],
         scratch: Tensor,
         maxima: Maxima | None = None,
+        compare: Compare | None = None,
     ) -> None:
-        """Compute and write into the parts ``outs`` of the constants (tensors, or ``Scattered`` codes)."""
+        """Compute and write into the parts ``outs`` of the constants (tensors, or ``Scattered`` codes).
+
+        ``compare`` sees what codes are made of, the constants once they are written, and the scratch.
+        """
         values = self.compute(reads)
         for end in self.ends:
             value = values[end.source]
@@ -89,15 +96,19 @@ class Program:
                 outs[end.outs[0]].copy_(value)
                 continue
             assert end.spec is not None
-            if end.kind == QUANTIZE:
-                numerics.quantize_into(value, end.spec, [outs[i] for i in end.outs], scratch)
-            elif end.kind == ABSMAX:
+            if end.kind == ABSMAX:
                 assert maxima is not None
                 maxima.raise_to(value, end.spec, scratch)
+                continue
+            if end.kind == QUANTIZE:
+                parts = [outs[i] for i in end.outs]
+                numerics.quantize_into(value, end.spec, parts, scratch)
             else:
                 assert maxima is not None
                 parts = [outs.get(i, maxima.out) for i in end.outs]
                 numerics.quantize_known_into(value, end.spec, maxima.known(end.spec), parts, scratch)
+            if compare is not None:
+                compare(value, parts, scratch)
 
 
 class Maxima:
@@ -131,7 +142,8 @@ def scratch_bytes(program: Program, shapes: Mapping[fx.Node, tuple[int, ...]]) -
     for end in program.ends:
         if end.spec is not None:
             n, k = shapes[end.source]
-            sizes.append(min(numerics.chunk_rows((n, k), end.spec), n) * k * 4)
+            # Two rows at least, for comparing what was written with what it was made of.
+            sizes.append(max(min(numerics.chunk_rows((n, k), end.spec), n), 2) * k * 4)
     return max(sizes)
 
 
@@ -148,8 +160,8 @@ def measure_on_fakes(
         for end in program.ends:
             if end.kind == ABSMAX:
                 peak = max(peak, _alive(values, owned) + _pass_bytes(values[end.source], end.spec))
-            elif end.kind == QUANTIZE and program.calls:
-                peak = max(peak, _alive(values, owned) + _maxima_bytes(values[end.source], end.spec))
+            elif end.spec is not None and program.calls:
+                peak = max(peak, _alive(values, owned) + _quantizing_bytes(values[end.source], end.spec))
         shapes = {end.source: tuple(values[end.source].shape) for end in program.ends}
     return peak, shapes
 
@@ -161,11 +173,10 @@ def _pass_bytes(source: Tensor, spec: QuantSpec | None) -> int:
     return 12 * math.prod(numerics.scan_shape((n, k), spec))
 
 
-def _maxima_bytes(source: Tensor, spec: QuantSpec | None) -> int:
-    """Bytes that quantizing one chunk takes beside the scratch."""
-    assert spec is not None
+def _quantizing_bytes(source: Tensor, spec: QuantSpec) -> int:
+    """Bytes that quantizing one chunk, or comparing a piece afterwards, takes beside the scratch."""
     n, k = source.shape
-    return numerics.temporary_bytes((n, k), spec) if n else 0
+    return max(numerics.temporary_bytes((n, k), spec), numerics.comparing_bytes((n, k), spec)) if n else 0
 
 
 def _alive(values: Mapping[fx.Node, Any], owned: set[int]) -> int:

@@ -42,6 +42,19 @@ class Scattered:
         start, stop, _ = rows.indices(self.shape[0])
         return self.narrow(0, start, stop - start)
 
+    def take(self, rows: slice) -> Tensor:
+        """Some rows as one new tensor; ``rows`` has a start, a stop and a positive step."""
+        picked = range(rows.start, rows.stop, rows.step)
+        first = self.pieces[0][2]
+        out = first.new_empty((len(picked), self.shape[1]))
+        for span, columns, view in self.pieces:
+            begin = -(-max(span.start - rows.start, 0) // rows.step)
+            end = max(begin, -(-max(min(span.stop, rows.stop) - rows.start, 0) // rows.step))
+            if begin < end:
+                inner = slice(picked[begin] - span.start, picked[end - 1] - span.start + 1, rows.step)
+                out[begin:end, columns] = view[inner]
+        return out
+
     def copy_(self, values: Tensor) -> None:
         """Write a matrix of this shape."""
         for rows, columns, view in self.pieces:

@@ -128,6 +128,13 @@ class Store:
         count = len(form.codes)
         return (Scattered.of(form, constants[:count], n, form.features(columns)), *constants[count:])
 
+    def _result(self, recipe: Recipe, index: int) -> Any:
+        return self._results(recipe)[index]
+
+    def beside_codes(self, recipe: Recipe) -> Sequence[Tensor] | None:
+        """What stands behind the codes of a weight that is there: scales and all the rest."""
+        return self._results(recipe)[1:] if recipe.fqn in self.constants else None
+
     def parts(self, job: Job) -> dict[int, Any]:
         """The parts of the constants that a job writes to, by the position of the template's result."""
         results = self._results(job.recipe)
@@ -157,7 +164,7 @@ class Store:
             if fqn not in self._maxima:
                 spec = ends[0].spec
                 assert spec is not None
-                scale = self._results(job.recipe)[ends[0].outs[spec.names.index(spec.scanned)]]
+                scale = self._result(job.recipe, ends[0].outs[spec.names.index(spec.scanned)])
                 self._maxima[fqn] = Maxima(scale, threading.Lock())
             return self._maxima[fqn]
 

@@ -36,6 +36,17 @@ from fxquant.numerics.blocks import (
 from fxquant.numerics.checks import check_act_spec, check_weight_spec
 from fxquant.numerics.compare import same_values
 from fxquant.numerics.decode import dequantize_weight, embedding_rows
+from fxquant.numerics.deviation import (
+    can_clip,
+    compare_rows,
+    floor_of,
+    sample_ranges,
+    sqnr_db,
+    told_by,
+    unit_of_largest,
+    zero_rows,
+)
+from fxquant.numerics.deviation import temporary_bytes as comparing_bytes
 from fxquant.numerics.hadamard import block_size, hadamard
 from fxquant.numerics.integers import scale_of
 from fxquant.numerics.matmul import (
@@ -67,11 +78,15 @@ __all__ = [
     "block_mm",
     "block_of",
     "block_size",
+    "can_clip",
     "check_act_spec",
     "check_weight_spec",
     "chunk_rows",
+    "compare_rows",
+    "comparing_bytes",
     "dequantize_weight",
     "embedding_rows",
+    "floor_of",
     "hadamard",
     "int_matmul",
     "known_constants",
@@ -81,12 +96,17 @@ __all__ = [
     "quantize_known_into",
     "quantize_weight",
     "same_values",
+    "sample_ranges",
     "scale_from_absmax",
     "scale_of",
     "scale_shape",
     "scaled_sums",
     "scan_shape",
     "scratch_for",
+    "sqnr_db",
     "temporary_bytes",
+    "told_by",
+    "unit_of_largest",
     "weight_only_mm",
+    "zero_rows",
 ]

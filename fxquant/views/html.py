@@ -30,7 +30,7 @@ SCRIPTS = ("chart.js", "layers.js", "page.js")
 
 COLUMNS = (
     "fqn", "aliases", "kind", "shape", "dtype", "form", "quantized", "float", "resident", "transient",
-    "reason", "uses", "files",
+    "sqnr", "clipped", "reason", "uses", "files",
 )  # fmt: skip
 """What the page knows of a weight; a row is an array in this order."""
 
@@ -78,6 +78,7 @@ def embed(data: object) -> str:
 
 def page_data(plan: Any, report: Any = None) -> dict[str, Any]:
     """Everything that the page shows, as simple values. Sizes in bytes, times in seconds."""
+    errors = {} if report is None else report.errors
     return {
         "scheme": plan.scheme,
         "target": plan.target,
@@ -97,7 +98,7 @@ def page_data(plan: Any, report: Any = None) -> dict[str, Any]:
         "extra": plan.extra,
         "charts": _charts(plan, report),
         "columns": COLUMNS,
-        "weights": [_row(weight) for weight in plan.weights],
+        "weights": [_row(weight, errors.get(weight.fqn)) for weight in plan.weights],
         "report": None if report is None else _measured(report),
     }
 
@@ -115,7 +116,7 @@ def thin(points: Points, limit: int = MAX_POINTS) -> Points:
     return [*kept, points[-1]]
 
 
-def _row(weight: Any) -> list[object]:
+def _row(weight: Any, error: Any) -> list[object]:
     files = dict.fromkeys(stored.file or "memory" for stored in weight.stored)
     return [
         weight.fqn,
@@ -128,6 +129,8 @@ def _row(weight: Any) -> list[object]:
         weight.float_bytes,
         weight.resident_bytes,
         weight.transient_bytes,
+        None if error is None else error.sqnr_db,
+        None if error is None else error.clipped,
         weight.reason,
         weight.uses,
         list(files),

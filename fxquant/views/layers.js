@@ -11,6 +11,8 @@ const COLUMNS = [
   { key: "float", title: "Float MiB", number: true },
   { key: "resident", title: "Resident MiB", number: true },
   { key: "transient", title: "Transient MiB", number: true },
+  { key: "sqnr", title: "SQNR dB", number: true, value: (row) => decibels(row.sqnr) },
+  { key: "clipped", title: "Clipped %", number: true, value: (row) => row.clipped ?? -1 },
   { key: "reason", title: "Reason" },
   { key: "uses", title: "Uses", value: (row) => row.uses.join(", ") },
   { key: "files", title: "File", value: (row) => row.files.join(", ") },
@@ -75,6 +77,17 @@ function mebibytes(size) {
   return size < 0.005 * MIB ? "<0.01" : (size / MIB).toFixed(2);
 }
 
+// Of a float weight nothing was measured; "inf" and "nan" come as text.
+function decibels(value) {
+  return value === null ? -Infinity : value === "nan" ? -1e9 : Number(value === "inf" ? Infinity : value);
+}
+
+function errorCells(row) {
+  const sqnr = row.sqnr === null ? "" : Number.isFinite(row.sqnr) ? row.sqnr.toFixed(1) : String(row.sqnr);
+  const clipped = row.clipped === null ? "" : row.clipped === 0 ? "0" : (100 * row.clipped).toFixed(2);
+  return [h("td", { class: "number" }, sqnr), h("td", { class: "number" }, clipped)];
+}
+
 function sizeCell(size) {
   return h("td", { class: "number", title: exact(size) }, mebibytes(size));
 }
@@ -87,7 +100,7 @@ function renderRow(row) {
   const shape = row.shape.length === 0 ? "scalar" : row.shape.join("\u00d7");
   return h("tr", {}, name,
     h("td", { class: "number" }, shape), h("td", {}, row.dtype), h("td", {}, form),
-    sizeCell(row.float), sizeCell(row.resident), sizeCell(row.transient),
+    sizeCell(row.float), sizeCell(row.resident), sizeCell(row.transient), ...errorCells(row),
     h("td", {}, row.reason), h("td", {}, ...breakable(row.uses.join(", "))), h("td", { class: "file" }, ...breakable(row.files.join(", "))));
 }
 
@@ -121,7 +134,8 @@ function layersView(rows) {
     const size = rows.filter((row) => kind === "all" || row.quantized === (kind === "quantized")).length;
     return h("button", { type: "button", class: "chip", "data-kind": kind }, `${title} `, h("small", {}, count(size)));
   });
-  const table = h("table", { class: "layers" }, h("caption", { class: "hidden" }, "All weights of the model"),
+  const measured = rows.some((row) => row.sqnr !== null);
+  const table = h("table", { class: measured ? "layers" : "layers unmeasured" }, h("caption", { class: "hidden" }, "All weights of the model"),
     h("colgroup", {}, ...COLUMNS.map(({ key }) => h("col", { class: `col-${key}` }))), head, body);
   const section = h("section", { class: "card", "aria-labelledby": "layers" },
     h("h2", { id: "layers" }, "Layers"),
