@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from fxquant.errors import ConfigError
@@ -54,6 +54,10 @@ class Choice:
     """Whether a config entry, not only the default, asked for the scheme."""
     act_scale: float | None = None
     """The scale of the activation, for schemes that need it given."""
+    lookups: bool = False
+    """Whether an entry asks for codes in look-ups of a weight that products share."""
+    lookup_reason: str = ""
+    """The entry that does, or why another one cannot have it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,19 +129,21 @@ class QuantConfig:
         }
         return {"scheme": self.scheme, "config": config, "ignore": list(self.ignore)}
 
-    def choose(self, fqns: Iterable[str]) -> Choice:
-        """The scheme of a weight that is known under ``fqns`` (several where it is tied)."""
+    def choose(self, fqns: Iterable[str], embeddings: Collection[str] = ()) -> Choice:
+        """The scheme of a weight that is known under ``fqns`` (several where it is tied).
+
+        ``embeddings``: those of the names by which it is only looked up. Of a weight that is tied to a head
+        the head's names choose the scheme, if an entry takes them; an entry that takes a name of the
+        embedding asks for codes in look-ups too.
+        """
         names = tuple(fqns)
         for pattern in self.ignore:
             if any(name_matches(pattern, name) for name in names):
                 return _float(f"ignored by {pattern!r}", asked=True)
-        for pattern, scheme in self.entries:
-            if any(name_matches(pattern, name) for name in names):
-                if scheme == "none":
-                    return _float(f"config {pattern!r} asks for none", asked=True)
-                given = dict(self.act_scales).get(pattern)
-                found = find_scheme(scheme)
-                return Choice(scheme=found, reason=f"config {pattern!r}", asked=True, act_scale=given)
+        lookup = self._entry(name for name in names if name in embeddings)
+        entry = self._entry(name for name in names if name not in embeddings) or lookup
+        if entry is not None:
+            return self._asked(entry, lookup)
         if self.scheme == "none":
             return _float("scheme none", asked=False)
         for name in names:
@@ -146,13 +152,38 @@ class QuantConfig:
                 return _float(f"{head}: heads stay float unless a config entry asks", asked=False)
         return Choice(scheme=find_scheme(self.scheme), reason="default scheme", asked=False)
 
-    def choose_for_parts(self, fqns: Iterable[str], parts: Sequence[str]) -> Choice:
+    def _entry(self, names: Iterable[str]) -> tuple[str, str] | None:
+        """The first entry that takes one of ``names``."""
+        known = tuple(names)
+        return next((e for e in self.entries if any(name_matches(e[0], name) for name in known)), None)
+
+    def _asked(self, entry: tuple[str, str], lookup: tuple[str, str] | None) -> Choice:
+        pattern, scheme = entry
+        if scheme == "none":
+            return _float(f"config {pattern!r} asks for none", asked=True)
+        found = find_scheme(scheme)
+        choice = Choice(
+            scheme=found,
+            reason=f"config {pattern!r}",
+            asked=True,
+            act_scale=dict(self.act_scales).get(pattern),
+        )
+        if lookup is None:
+            return choice
+        asks = f"config {lookup[0]!r}"
+        if find_scheme(lookup[1]).weight == found.weight:
+            return replace(choice, lookups=True, lookup_reason=asks)
+        return replace(choice, lookup_reason=f"{asks} asks for {lookup[1]}, the codes are {scheme}")
+
+    def choose_for_parts(
+        self, fqns: Iterable[str], parts: Sequence[str], embeddings: Collection[str] = ()
+    ) -> Choice:
         """The scheme of a weight that is made of several stored ones, known under the names ``parts``.
 
         Entries may name the fused weight, or its parts; parts that disagree are an error.
         """
         names = tuple(fqns)
-        whole = self.choose(names)
+        whole = self.choose(names, embeddings)
         if len(parts) < 2 or any(name_matches(p, name) for p in self.patterns for name in names):
             return whole
         chosen = {part: self.choose((part,)) for part in parts}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,9 +23,11 @@ class Form:
     look-ups of an embedding that shares them with a quantized head. ``kn``: codes lie in memory as
     ``[K, N]``. ``nz``: on an NPU they are cast to FRACTAL_NZ, its blocked layout. ``parts_n`` and
     ``parts_k``: the sizes into which N and K are cut, each part a constant of its own (empty: one
-    part). ``odd_k``: K is odd, and the last byte of packed codes holds one. ``rotated``: the codes are of
-    the weight rotated along K, and activations are rotated before they meet it. ``HOST`` is the form of a
-    float weight that stays in main memory and is copied to the device for each call.
+    part). ``odd_k``: K is odd, and the last byte of packed codes holds one. ``kernel``: the parameter is
+    that of a convolution, ``[N, K / prod(kernel), *kernel]``. ``rotated``: the codes are of the weight
+    rotated along K, and activations are rotated before they meet it. ``held``: constants are as the ops
+    of a target take them for activations of this dtype, see ``held``. ``HOST`` is the form of a float
+    weight that stays in main memory and is copied to the device for each call.
     """
 
     scheme: str
@@ -33,8 +37,10 @@ class Form:
     nz: bool = False
     odd_k: bool = False
     rotated: bool = False
+    held: str = ""
     parts_n: tuple[int, ...] = ()
     parts_k: tuple[int, ...] = ()
+    kernel: tuple[int, ...] = ()
 
     @property
     def host(self) -> bool:
@@ -72,12 +78,27 @@ class Form:
         if self.host:
             return ("value",)
         table = ("table",) if self.table else ()
-        return (*self.codes, *self.weight.names[1:], *table, *self.given)
+        return (*self.codes, *self.weight.names[1:], *table, *self.given, *self.derived)
 
     @property
     def given(self) -> tuple[str, ...]:
         """Names of the constants that are not made of the weight: the scale of a static activation."""
         return ("act_scale",) if self.act is not None and self.act.static else ()
+
+    @property
+    def derived(self) -> tuple[str, ...]:
+        """Names of the constants that are made of others, for the ops of a target."""
+        return ("act_scales", "deq_scale") if self.held and self.given else ()
+
+    @property
+    def held_dtype(self) -> torch.dtype:
+        """The dtype that ``held`` names."""
+        return HELD[self.held]
+
+    @property
+    def in_files(self) -> Form:
+        """The form as files have it: layouts of a device are not stored."""
+        return replace(self, nz=False, held="")
 
     def regions(self, n: int, k: int) -> tuple[tuple[slice, slice], ...]:
         """Rows and columns of the codes ``[N, K]`` that each part holds."""
@@ -101,10 +122,37 @@ class Form:
         sizes = ((r.stop - r.start, spec.columns(c.stop - c.start)) for r, c in self.regions(n, k))
         return tuple(size[::-1] if self.kn else size for size in sizes)
 
+    def whole_size(self, parts: Sequence[Sequence[int]]) -> tuple[int, int]:
+        """N and K of codes whose constants have these shapes."""
+        width = max(len(self.parts_k), 1)
+        n_axis, k_axis = (1, 0) if self.kn else (0, 1)
+        columns = sum(part[k_axis] for part in parts[:width])
+        return sum(part[n_axis] for part in parts[::width]), self.features(columns)
+
     def codes_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """N and K of a parameter of ``shape``."""
+        if self.kernel:
+            return shape[0], math.prod(shape[1:])
         n, k = shape[::-1] if self.transposed else shape
         return n, k
+
+    def own_shape(self, n: int, k: int) -> tuple[int, ...]:
+        """Shape of the parameter whose codes are ``[n, k]``."""
+        if self.kernel:
+            return (n, k // math.prod(self.kernel), *self.kernel)
+        return (k, n) if self.transposed else (n, k)
+
+    def as_matrix(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of the parameter's shape as ``[N, K]``."""
+        if self.kernel:
+            return values.reshape(values.shape[0], -1)
+        return values.t() if self.transposed else values
+
+    def as_parameter(self, values: torch.Tensor) -> torch.Tensor:
+        """The inverse of ``as_matrix``."""
+        if self.kernel:
+            return values.view(self.own_shape(*values.shape))
+        return values.t() if self.transposed else values
 
     def shapes(
         self, shape: tuple[int, ...], dtype: torch.dtype
@@ -122,7 +170,13 @@ class Form:
         found |= whole
         if self.table:
             found["table"] = (dtype, shape)
-        return {**found, **dict.fromkeys(self.given, (torch.float32, (1,)))}
+        found |= dict.fromkeys(self.given, (torch.float32, (1,)))
+        if self.held and self.act is None:
+            found |= {name: (self.held_dtype, found[name][1]) for name in self.weight.names[1:]}
+        if self.derived:
+            packed = torch.int64 if self.held_dtype == torch.float16 else torch.float32
+            found |= {"act_scales": (torch.float32, (k,)), "deq_scale": (packed, (n,))}
+        return found
 
     def __str__(self) -> str:
         if self.host:
@@ -133,8 +187,10 @@ class Form:
             if sizes
         )
         flags = {"t": self.transposed, "kn": self.kn, "nz": self.nz, "odd": self.odd_k, "rot": self.rotated}
+        flags[self.held] = bool(self.held)
         text = "".join(f".{flag}" for flag, is_set in flags.items() if is_set)
-        return f"{self.scheme}{text}{parts}{'+table' if self.table else ''}"
+        kernel = f".conv{'x'.join(map(str, self.kernel))}" if self.kernel else ""
+        return f"{self.scheme}{kernel}{text}{parts}{'+table' if self.table else ''}"
 
     @staticmethod
     def parse(text: str) -> Form:
@@ -152,23 +208,29 @@ class Form:
             nz=bool(match["nz"]),
             odd_k=bool(match["odd"]),
             rotated=bool(match["rot"]),
+            held=match["held"] or "",
             parts_n=_sizes(match["n"]),
             parts_k=_sizes(match["k"]),
+            kernel=tuple(int(size) for size in match["kernel"].split("x")) if match["kernel"] else (),
         )
 
+
+HELD = {"bf16": torch.bfloat16, "f16": torch.float16}
+"""What ``Form.held`` may be."""
 
 HOST_TEXT = "float@host"
 HOST = Form(scheme="none")
 
 _FORM = re.compile(
     r"(?P<scheme>[a-z0-9_]+(\(refine=[a-z]+\))?)"
-    r"(?P<transposed>\.t)?(?P<kn>\.kn)?(?P<nz>\.nz)?(?P<odd>\.odd)?(?P<rot>\.rot)?"
-    r"(/n:(?P<n>[\d,]+))?(/k:(?P<k>[\d,]+))?(?P<table>\+table)?"
+    r"(\.conv(?P<kernel>[1-9]\d{0,8}(x[1-9]\d{0,8}){0,2}))?"
+    r"(?P<transposed>\.t)?(?P<kn>\.kn)?(?P<nz>\.nz)?(?P<odd>\.odd)?(?P<rot>\.rot)?(\.(?P<held>bf16|f16))?"
+    r"(/n:(?P<n>\d{1,18}(,\d{1,18})*))?(/k:(?P<k>\d{1,18}(,\d{1,18})*))?(?P<table>\+table)?"
 )
 
 
 def _sizes(text: str | None) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(",") if part) if text else ()
+    return tuple(int(part) for part in text.split(",")) if text else ()
 
 
 def _slices(sizes: tuple[int, ...]) -> list[slice]:

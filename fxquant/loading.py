@@ -128,8 +128,7 @@ def _check_shape(
     got = tuple(result_vals(gm)[0].shape)
     if form is not None and not form.host:
         n, columns = got
-        got = (n, form.features(columns))
-        got = got[::-1] if form.transposed else got
+        got = form.own_shape(n, form.features(columns))
     if got != tuple(group.tensor.shape):
         where = checkpoint.location if checkpoint else "model"
         stored = ", ".join(f"{k} {list(s)}" for k, s in zip(reads.keys, reads.shapes, strict=True))

@@ -18,6 +18,7 @@ from fxquant.checkpoint import (
     FileCheckpoint,
     KeyEntry,
     WeightConstants,
+    constants_in_files,
 )
 from fxquant.errors import CheckpointFileError, ConfigError, FxquantError
 from fxquant.loading import add_recipe, schedule_for
@@ -102,7 +103,7 @@ def _plan_stored(planned: Planned, stored: ConstantsCheckpoint) -> tuple[LoadGra
     for group in planned.groups:
         entry = stored.weights.get(group.fqn)
         form = planned.forms.get(group.fqn)
-        if entry is None or entry.form != form:
+        if entry is None or entry.form != (None if form is None else form.in_files):
             raise CheckpointFileError(
                 f"{stored.location} holds {group.fqn} as {entry.form if entry else None}, planned is {form}"
             )
@@ -115,11 +116,11 @@ def _plan_stored(planned: Planned, stored: ConstantsCheckpoint) -> tuple[LoadGra
 
 def _to_store(planned: Planned, constants: Constants) -> Mapping[str, WeightConstants]:
     return {
-        group.fqn: WeightConstants(
-            form=planned.forms.get(group.fqn),
-            dtype=group.tensor.dtype,
-            shape=tuple(group.tensor.shape),
-            tensors=constants[group.fqn],
+        group.fqn: constants_in_files(
+            planned.forms.get(group.fqn),
+            group.tensor.dtype,
+            tuple(group.tensor.shape),
+            constants[group.fqn],
         )
         for group in planned.groups
     }

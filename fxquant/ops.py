@@ -206,7 +206,7 @@ def _check_block_mm(
 ) -> None:
     columns = QuantSpec.parse(x_spec).columns(k)
     _require(x_codes.shape[-1] == columns, f"x_codes has {x_codes.shape[-1]} columns, K = {k} has {columns}")
-    _check_constants(weight, QuantSpec.parse(w_spec), k)
+    check_constants(weight, QuantSpec.parse(w_spec), k)
     _check_out(weight, bias, dtype)
 
 
@@ -217,7 +217,7 @@ def _check_out(weight: Sequence[Tensor], bias: Tensor | None, dtype: torch.dtype
         _require(tuple(bias.shape) == (n,), f"bias must be [{n}], got {bias.shape}")
 
 
-def _check_constants(weight: Sequence[Tensor], spec: QuantSpec, k: int) -> None:
+def check_constants(weight: Sequence[Tensor], spec: QuantSpec, k: int) -> None:
     """The constants of a weight ``[N, k]`` have the dtypes and shapes of the spec."""
     _require(len(weight) == len(spec.names), f"{spec} has {', '.join(spec.names)}, got {len(weight)} tensors")
     _require(weight[0].dim() == 2, f"codes must be [N, K], got {weight[0].shape}")
@@ -260,7 +260,7 @@ def _check_weight_only(x: Tensor, weight: Sequence[Tensor], spec: QuantSpec, bia
     _require(
         x.dim() >= 1 and x.dtype in FLOATS, f"x must be one of {FLOATS} [..., K], got {x.dtype} {x.shape}"
     )
-    _check_constants(weight, spec, x.shape[-1])
+    check_constants(weight, spec, x.shape[-1])
     _check_out(weight, bias, x.dtype)
 
 
@@ -299,7 +299,7 @@ def dequantize_weight(weight: Sequence[Tensor], spec: str, k: int, dtype: torch.
 
 
 def _check_dequantize(weight: Sequence[Tensor], spec: str, k: int, dtype: torch.dtype) -> None:
-    _check_constants(weight, QuantSpec.parse(spec), k)
+    check_constants(weight, QuantSpec.parse(spec), k)
     _require(dtype in FLOATS, f"dtype must be one of {FLOATS}, got {dtype}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from fxquant.checkpoint import Checkpoint, KeyMap, TensorInfo
 from fxquant.form import Form
@@ -10,7 +10,7 @@ from fxquant.loading import stored_infos
 from fxquant.materialize.jobs import Schedule
 from fxquant.materialize.schedule import Scheduler
 from fxquant.parameters import WeightGroup
-from fxquant.passes.choose_form import Decision, Use, describe
+from fxquant.passes.choose_form import CONVOLUTION, LOOKUP, Decision, Use, describe
 from fxquant.plan import Stored, WeightPlan
 from fxquant.scheme import PRODUCTS, find_scheme
 from fxquant.target import Kernel, Target
@@ -59,17 +59,36 @@ def plan_rows(
     return tuple(rows)
 
 
-def kernels_of(target: Target, forms: Iterable[Form]) -> dict[str, dict[str, str]]:
-    """What runs each dialect op of the schemes in use, and why."""
+def rewrites_of(forms: Mapping[str, Form], uses: Mapping[str, list[Use]]) -> dict[str, int]:
+    """How many uses compute with codes, by kind; linears always."""
+    held = [(form, use) for fqn, form in forms.items() for use in uses[fqn]]
+    lookups = sum(use.lookup and not (form.table or form.host) for form, use in held)
+    convolutions = sum(use.conv for _, use in held)
+    others = {"embedding": lookups, "convolution": convolutions}
+    linears = sum(use.k_axis is not None for _, use in held)
+    return {"linear": linears, **{kind: count for kind, count in others.items() if count}}
+
+
+def kernels_of(
+    target: Target, forms: Mapping[str, Form], uses: Mapping[str, list[Use]], rewrites: Mapping[str, int]
+) -> dict[str, dict[str, str]]:
+    """What runs each dialect op in use, and why."""
+    multiplied = {
+        form.scheme
+        for fqn, form in forms.items()
+        if not (form.host or form.kernel or all(use.lookup for use in uses[fqn]))
+    }
     found: dict[str, dict[str, str]] = {}
-    for name in sorted({form.scheme for form in forms if not form.host}):
-        scheme = find_scheme(name)
+    for scheme in map(find_scheme, sorted(multiplied)):
         kernel = target.kernel_for(scheme)
         if isinstance(kernel, Kernel):
             found.setdefault(scheme.op, {"op": kernel.op, "reason": kernel.reason})
-    if found:
-        others = {op: k for op, k in target.kernels.items() if op not in PRODUCTS}
-        found |= {op: {"op": kernel.op, "reason": kernel.reason} for op, kernel in others.items()}
+    special = {LOOKUP: "embedding", CONVOLUTION: "convolution"}
+    others = [op for op in target.kernels if found and op not in (*PRODUCTS, *special)]
+    for op in (*others, *(op for op, kind in special.items() if kind in rewrites)):
+        kernel = target.kernel_of(op)
+        if isinstance(kernel, Kernel):
+            found[op] = {"op": kernel.op, "reason": kernel.reason}
     return found
 
 

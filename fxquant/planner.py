@@ -38,15 +38,14 @@ from fxquant.materialize.progress import Report
 from fxquant.materialize.recipes import LoadGraph
 from fxquant.materialize.schedule import Scheduler
 from fxquant.max_error import Asked, keep_max_error
-from fxquant.parameters import WeightGroup, owner_of, repair_buffers, weight_groups
+from fxquant.module_walk import embedding_names, walked_uses
+from fxquant.parameters import WeightGroup, repair_buffers, weight_groups
 from fxquant.passes.choose_form import Decision, Use, choose_form
 from fxquant.passes.weight_uses import weight_uses
 from fxquant.plan import Plan
-from fxquant.plan_rows import kernels_of, plan_rows
+from fxquant.plan_rows import kernels_of, plan_rows, rewrites_of
 from fxquant.stored import decide_stored, find_stored, match_stored
 from fxquant.target import Target
-
-WALKED = "in no captured graph, planned by module walk"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,10 +133,10 @@ def _make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request
     )
     uses = _uses(model, groups, capture)
     decisions = {
-        group.fqn: _decide(group, keymap.entries[group.fqn], uses[group.fqn], checkpoint, request)
+        group.fqn: _decide(model, group, keymap.entries[group.fqn], uses[group.fqn], checkpoint, request)
         for group in loaded
     }
-    decisions, measured = _bounded(loaded, keymap, uses, decisions, checkpoint, request)
+    decisions, measured = _bounded(model, loaded, keymap, uses, decisions, checkpoint, request)
     _check_strict(decisions, request, capture)
     forms = {fqn: decision.form for fqn, decision in decisions.items() if decision.form is not None}
     graph = LoadGraph()
@@ -147,6 +146,7 @@ def _make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request
     scheduler = Scheduler(graph, checkpoint.infos if checkpoint else {})
     schedule = schedule_for(scheduler, checkpoint, request.device_type, request.load)
     rows = plan_rows(loaded, keymap, checkpoint, decisions, uses, scheduler, schedule)
+    rewrites = rewrites_of(forms, uses)
     plan = Plan(
         backend=request.backend,
         target=request.target.name,
@@ -156,8 +156,8 @@ def _make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request
         capture=capture.how,
         weights=rows,
         order=tuple(dict.fromkeys(job.recipe.fqn for batch in schedule.batches for job in batch.jobs)),
-        kernels=kernels_of(request.target, forms.values()),
-        rewrites={"linear": sum(use.k_axis is not None for fqn in forms for use in uses[fqn])},
+        kernels=kernels_of(request.target, forms, uses, rewrites),
+        rewrites=rewrites,
         unmatched=request.config.unmatched(_names(groups, keymap)),
         extra=keymap.extra,
         notes=(*keymap.notes, *_run_notes(model, capture)),
@@ -266,29 +266,15 @@ def _uses(model: nn.Module, groups: tuple[WeightGroup, ...], capture: ModelCaptu
             name = captured.tensors.get(str(node.target))
             if name in canonical:
                 uses[canonical[name]] += [Use.of(use) for use in weight_uses(node)]
+    traced = bool(capture.graphs or capture.problems)
     for group in groups:
         if not uses[group.fqn]:
-            uses[group.fqn] = [use for name in group.fqns for use in _walked(model, name, capture)]
+            uses[group.fqn] = [use for name in group.fqns for use in walked_uses(model, name, traced=traced)]
     return uses
 
 
-def _walked(model: nn.Module, fqn: str, capture: ModelCapture) -> list[Use]:
-    """What a module walk knows of a parameter's use: linear-like owners and embeddings."""
-    owner, name = owner_of(model, fqn)
-    if name == "weight" and isinstance(owner, nn.Linear):
-        return [Use(op=f"nn.Linear ({WALKED})", k_axis=1)]
-    if name.endswith("proj_weight") and isinstance(owner, nn.MultiheadAttention):
-        return [Use(op=f"nn.MultiheadAttention ({WALKED})", k_axis=1)]
-    if name == "weight" and isinstance(owner, nn.Embedding):
-        return [Use(op="nn.Embedding", k_axis=None, refusal="embedding look-up", lookup=True)]
-    if name == "weight" and type(owner).__name__ == "Conv1D" and hasattr(owner, "nf"):
-        return [Use(op=f"Conv1D ({WALKED})", k_axis=0)]
-    traced = bool(capture.graphs or capture.problems)
-    why = "not in any captured graph" if traced else "pass example_inputs"
-    return [Use(op="unknown", k_axis=None, refusal=f"use unknown: {why}")]
-
-
 def _decide(
+    model: nn.Module,
     group: WeightGroup,
     entry: KeyEntry,
     uses: list[Use],
@@ -300,8 +286,12 @@ def _decide(
     if isinstance(checkpoint, ConstantsCheckpoint):
         stored = find_stored(group, checkpoint)
         assert stored is not None
-        return decide_stored(group, stored, checkpoint, request.target)
-    return _form_for(request.config.choose_for_parts(group.fqns, entry.keys), group, uses, request)
+        return decide_stored(group, stored, uses, checkpoint, request.target)
+    return _form_for(_choice(model, group, entry, request), group, uses, request)
+
+
+def _choice(model: nn.Module, group: WeightGroup, entry: KeyEntry, request: Request) -> Choice:
+    return request.config.choose_for_parts(group.fqns, entry.keys, embedding_names(model, group.fqns))
 
 
 def _form_for(choice: Choice, group: WeightGroup, uses: list[Use], request: Request) -> Decision:
@@ -311,6 +301,7 @@ def _form_for(choice: Choice, group: WeightGroup, uses: list[Use], request: Requ
 
 
 def _bounded(
+    model: nn.Module,
     groups: tuple[WeightGroup, ...],
     keymap: KeyMap,
     uses: Mapping[str, list[Use]],
@@ -326,7 +317,7 @@ def _bounded(
         group.fqn: Asked(
             group=group,
             entry=keymap.entries[group.fqn],
-            choice=request.config.choose_for_parts(group.fqns, keymap.entries[group.fqn].keys),
+            choice=_choice(model, group, keymap.entries[group.fqn], request),
             decision=decisions[group.fqn],
             decide=partial(_form_for, group=group, uses=uses[group.fqn], request=request),
         )

@@ -105,8 +105,7 @@ def _load_graph(
 
 
 def _in_file(form: Form | None) -> Form | None:
-    """A form as files hold it: FRACTAL_NZ is a layout of the device."""
-    return None if form is None else replace(form, nz=False)
+    return None if form is None else form.in_files
 
 
 def _keys(model: nn.Module, held: Held, checkpoint: Checkpoint, key_map: KeyMapping | None) -> KeyMap:

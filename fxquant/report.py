@@ -34,8 +34,8 @@ class Report:
     ``errors``: by FQN, how far each quantized weight is from its values, over a sample of rows that were
     compared while they were loaded; empty where nothing was quantized (stored or made-up constants).
     ``graphs``: compiled graphs by frame; ``recompiles``: those beyond the first of a frame;
-    ``rewritten``: linear ops rewritten in them; ``eager_linears``: quantized calls outside of
-    compiled graphs; ``fallbacks``: uses of quantized weights that computed with float values, by
+    ``rewritten``: products, look-ups and convolutions with codes in them; ``eager_linears``: quantized
+    calls outside of compiled graphs; ``fallbacks``: uses of quantized weights that computed with floats, by
     site in ``fallback_sites``; ``unnormalized``: graphs that run without rewriting, and why.
     """
 
@@ -86,7 +86,7 @@ class Report:
             f"loaded {read:.1f} MiB in {self.load_seconds:.2f} s from {self.origin}",
             f"measured peak {peaks}{anonymous}",
             *describe_errors(self.errors),
-            f"{graphs} graphs over {len(self.graphs)} frames, {self.rewritten} linears rewritten in them",
+            f"{graphs} graphs over {len(self.graphs)} frames, {self.rewritten} uses rewritten in them",
             f"{self.eager_linears} quantized calls outside of graphs, {self.fallbacks} fallbacks",
             *(f"  fallback: {site} x{count}" for site, count in self.fallback_sites.items()),
             *(f"  not rewritten: {reason}" for reason in self.unnormalized),

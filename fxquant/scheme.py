@@ -311,6 +311,17 @@ WIDER: Mapping[str, str] = {
 """What a weight with too large an error takes instead, see ``max_error``; of others there is no wider one."""
 
 
+def weight_only(scheme: Scheme) -> Scheme | None:
+    """The scheme of the same weights for uses that do not quantize activations, if there is one."""
+    if scheme.act is None or scheme.weight is None:
+        return scheme
+    rows = (row for row in SCHEMES.values() if row.act is None and row.weight == scheme.weight.plain)
+    found = next(rows, None)
+    if found is None or not scheme.weight.refine:
+        return found
+    return find_scheme(f"{found.name}(refine={scheme.weight.refine})")
+
+
 def wider(scheme: Scheme) -> Scheme:
     """The next scheme with smaller errors, refined in the same way where it can be; ``none`` at the end."""
     name, _, how = scheme.name.partition("(")

@@ -17,7 +17,7 @@ from fxquant.errors import (
 )
 from fxquant.form import Form
 from fxquant.parameters import WeightGroup
-from fxquant.passes.choose_form import Decision
+from fxquant.passes.choose_form import CONVOLUTION, LOOKUP, Decision, Use
 from fxquant.target import Layout, Refusal, Target
 
 RULE = "stored constants"
@@ -89,16 +89,18 @@ def _check_fits(group: WeightGroup, stored: StoredWeight, checkpoint: ConstantsC
 
 
 def decide_stored(
-    group: WeightGroup, stored: StoredWeight, checkpoint: ConstantsCheckpoint, target: Target
+    group: WeightGroup,
+    stored: StoredWeight,
+    uses: Sequence[Use],
+    checkpoint: ConstantsCheckpoint,
+    target: Target,
 ) -> Decision:
     """The stored form, if the target can run it."""
     if stored.form is None:
         return Decision(form=None, reason=_reason(stored, checkpoint))
     if stored.form.host:
         return Decision(form=stored.form, reason=_reason(stored, checkpoint), asked=True)
-    shape = tuple(group.tensor.shape)
-    n, k = shape[::-1] if stored.form.transposed else shape
-    layout = target.lay_out(stored.form.quantized_as, n=n, k=k, dtype=stored.dtype)
+    layout = _layout(stored.form, tuple(group.tensor.shape), stored.dtype, uses, target)
     reason = _misfit(stored.form, layout)
     if reason:
         raise RefusedError(
@@ -106,8 +108,23 @@ def decide_stored(
             f"{reason}. Load the original checkpoint for this target"
         )
     assert isinstance(layout, Layout)
-    form = replace(stored.form, nz=layout.nz and stored.form.kn)  # files hold no FRACTAL_NZ
+    form = replace(stored.form, nz=layout.nz and stored.form.kn, held=layout.held)
     return Decision(form=form, reason=_reason(stored, checkpoint), asked=True)
+
+
+def _layout(
+    form: Form, shape: tuple[int, ...], dtype: object, uses: Sequence[Use], target: Target
+) -> Layout | Refusal:
+    """How codes of ``form`` lie on the target, or why it cannot run all of their uses."""
+    looked_up = not form.table and any(use.lookup for use in uses)
+    for op, needed in ((CONVOLUTION, bool(form.kernel)), (LOOKUP, looked_up)):
+        kernel = target.kernel_of(op)
+        if needed and isinstance(kernel, Refusal):
+            return kernel
+    if form.kernel or (looked_up and all(use.lookup for use in uses)):
+        return Layout()
+    n, k = form.codes_shape(shape)
+    return target.lay_out(form.quantized_as, n=n, k=k, dtype=dtype)
 
 
 def _misfit(form: Form, layout: Layout | Refusal) -> str:

@@ -25,8 +25,8 @@ class Kernel:
     eager: str = ""
     """The op for calls outside of graphs; empty: ``op``.
 
-    One with the dialect op's own signature, or for ``scaled_mm`` one named ``linear``:
-    ``linear(x, codes, scale, bias, form, out_dtype)`` with the codes in the parts of the form.
+    One with the dialect op's own signature, or one named ``linear``:
+    ``linear(x, constants, bias, form, out_dtype)`` with the constants of the form in their order.
     """
 
 
@@ -44,11 +44,13 @@ class Limit:
 class Layout:
     """How the codes of a weight are to lie, why, and why not otherwise.
 
-    ``kn``, ``nz``, ``parts_n``, ``parts_k`` as in ``scheme.Form``. ``rejected``: alternatives and reasons.
+    ``kn``, ``nz``, ``held``, ``parts_n``, ``parts_k`` as in ``form.Form``. ``rejected``: alternatives and
+    reasons.
     """
 
     kn: bool = False
     nz: bool = False
+    held: str = ""
     parts_n: tuple[int, ...] = ()
     parts_k: tuple[int, ...] = ()
     host: bool = False
@@ -90,8 +92,11 @@ class Target:
         """What multiplies with weights of ``scheme``, or why nothing does."""
         if self.choose is not None:
             return self.choose(scheme)
-        kernel = self.kernels.get(scheme.op)
-        return kernel if kernel is not None else Refusal(reason=f"target {self.name} has no {scheme.op}")
+        return self.kernel_of(scheme.op)
+
+    def kernel_of(self, op: str) -> Kernel | Refusal:
+        """What runs a dialect op, or that nothing does."""
+        return self.kernels.get(op) or Refusal(reason=f"target {self.name} has no {op}")
 
     def lay_out(
         self,

@@ -296,7 +296,7 @@ def test_small_run_end_to_end(tmp_path, capsys):
     assert len(rows) == 2 * len(accuracy.cases(accuracy.SMALL_SCHEMES))
     exact = rows[FLOAT, SMOLLM2]["perplexity"]
     for scheme in accuracy.SMALL_SCHEMES:
-        assert abs(math.log(rows[scheme, SMOLLM2]["perplexity"] / exact)) < 0.25
+        assert abs(math.log(rows[scheme, SMOLLM2]["perplexity"] / exact)) < 0.5
         assert rows[scheme, MINILM]["mean"] > 0.95
         assert rows[scheme, SMOLLM2]["quantized"] == 210
     assert rows["int8_weight_only", MINILM]["sqnr"] > 38

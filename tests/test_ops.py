@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from fxquant import numerics
 from fxquant.errors import ConfigError, QuantizedWeightError, TiedWeightError
+from fxquant.scheme import SCHEMES
 from fxquant.targets import cpu as _cpu
 
 fxq = torch.ops.fxquant
@@ -64,8 +65,64 @@ def test_quantize_and_dequantize_weight(layout: str, shape: tuple[int, int], dty
     c, s = fxq.quantize_weight(w.contiguous(), WEIGHT)
     assert all(torch.equal(a, b) for a, b in zip(fxq.quantize_weight(w, WEIGHT), (c, s), strict=True))
     c, s = LAYOUTS[layout](c), LAYOUTS[layout](s)
-    opcheck(fxq.dequantize_weight.default, (c, s, dtype))
-    assert torch.equal(fxq.dequantize_weight(c, s, dtype), (c.float() * s).to(dtype))
+    opcheck(fxq.dequantize_weight.default, ([c, s], WEIGHT, w.shape[1], dtype))
+    assert torch.equal(fxq.dequantize_weight([c, s], WEIGHT, w.shape[1], dtype), (c.float() * s).to(dtype))
+
+
+SPECS = tuple(dict.fromkeys(str(scheme.weight) for scheme in SCHEMES.values() if scheme.weight is not None))
+ACTS = {str(s.act): s for s in SCHEMES.values() if s.act is not None and s.op == "fxquant::block_mm"}
+
+
+def check(op: Any, args: tuple[Any, ...]) -> None:
+    """``opcheck``; its check of the schema multiplies results, which torch does not do for float8."""
+    whole = pytree.tree_leaves((args, op(*args)))
+    small = any(isinstance(leaf, Tensor) and leaf.dtype in SMALL_FLOATS for leaf in whole)
+    utils = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    opcheck(op, args, test_utils=utils if small else ("test_schema", *utils))
+
+
+SMALL_FLOATS = (torch.float8_e4m3fn, torch.float8_e8m0fnu)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("shape", [(5, 40), (130, 257), (1, 1), (0, 8), (3, 0)])
+def test_weights_of_every_spec(spec: str, shape: tuple[int, int]) -> None:
+    w = torch.randn(shape)
+    check(fxq.quantize_weight.default, (w, spec))
+    made = fxq.quantize_weight(w, spec)
+    check(fxq.dequantize_weight.default, (made, spec, shape[1], torch.bfloat16))
+    x = torch.randn(2, 3, shape[1])
+    check(fxq.weight_only_mm.default, (x, made, spec, torch.randn(shape[0])))
+    want = x @ fxq.dequantize_weight(made, spec, shape[1], torch.float32).t()
+    torch.testing.assert_close(fxq.weight_only_mm(x, made, spec, None), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("lead", [(), (4,), (2, 3), (0,)])
+@pytest.mark.parametrize("k", [40, 257])
+def test_products_of_blocks(act: str, lead: tuple[int, ...], k: int) -> None:
+    spec = str(ACTS[act].weight)
+    x, w, bias = torch.randn(*lead, k), torch.randn(7, k), torch.randn(7)
+    check(fxq.quantize_act.default, (x, act))
+    x_codes, x_scale = fxq.quantize_act(x, act)
+    args = (x_codes, x_scale, act, fxq.quantize_weight(w, spec), spec, k, bias, torch.bfloat16)
+    check(fxq.block_mm.default, args)
+    out = fxq.block_mm(*args)
+    assert out.shape == (*lead, 7)
+    want = x @ w.t() + bias
+    assert (out.float() - want).norm() <= 0.4 * want.norm()
+
+
+@pytest.mark.parametrize(("layout", "shape", "dtype"), CASES)
+def test_static_codes_and_rotation(layout: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = LAYOUTS[layout](torch.randn(shape).to(dtype))
+    scale = torch.tensor([0.02])
+    opcheck(fxq.quantize_act_static.default, (x, scale, "int8[*,*]static"))
+    got = fxq.quantize_act_static(x, scale, "int8[*,*]static")
+    assert torch.equal(got, (x.float() / 0.02).round().clamp(-127, 127).to(torch.int8))
+    if shape[-1] % 2 == 0 and shape[-1]:
+        opcheck(fxq.hadamard.default, (x, 2))
+        torch.testing.assert_close(fxq.hadamard(fxq.hadamard(x.float(), 2), 2), x.float())
 
 
 OUT_AND_BIAS = [(torch.float32, None), *((dtype, dtype) for dtype in FLOATS), (torch.bfloat16, torch.float32)]
@@ -156,14 +213,14 @@ def mm_with(position: int, value: object) -> tuple[object, ...]:
 BAD_MM = {
     "wrong K": (mm_with(0, codes(3, 7)), "K = 7"),
     "x of rank 0": (mm_with(0, codes()), "x_codes must be"),
-    "float x": (mm_with(0, X), "x_codes must be int8"),
-    "int32 x": (mm_with(0, codes(3, 8).int()), "x_codes must be int8"),
-    "int32 w": (mm_with(1, codes(5, 8).int()), "w_codes must be int8"),
+    "float x": (mm_with(0, X), "x_codes must be torch.int8"),
+    "int32 x": (mm_with(0, codes(3, 8).int()), "x_codes must be torch.int8"),
+    "int32 w": (mm_with(1, codes(5, 8).int()), "w_codes must be codes"),
     "w of rank 1": (mm_with(1, codes(8)), "w_codes must be"),
     "w of rank 3": (mm_with(1, codes(1, 5, 8)), "w_codes must be"),
     "x_scale without its last axis": (mm_with(2, scales(3)), "x_scale must be"),
     "x_scale of another M": (mm_with(2, scales(4, 1)), "x_scale must be"),
-    "per-tensor x_scale": (mm_with(2, scales(1, 1)), "x_scale must be"),
+    "x_scale of rank 3": (mm_with(2, scales(1, 1, 1)), "x_scale must be"),
     "bfloat16 x_scale": (mm_with(2, scales(3, 1).bfloat16()), "scales must be float32"),
     "w_scale of another N": (mm_with(3, scales(4, 1)), "w_scale must be"),
     "flat w_scale": (mm_with(3, scales(5)), "w_scale must be"),
@@ -186,28 +243,60 @@ BAD = {
     "quantize_weight: int": (fxq.quantize_weight.default, (codes(3, 8), WEIGHT), RuntimeError, "takes"),
     "quantize_weight: rank 1": (fxq.quantize_weight.default, (X[0], WEIGHT), RuntimeError, r"\[N, K\]"),
     "quantize_weight: rank 3": (fxq.quantize_weight.default, (X[None], WEIGHT), RuntimeError, r"\[N, K\]"),
-    "quantize_weight: groups": (fxq.quantize_weight.default, (X, "int8[1,5]"), ValueError, "1 x 5"),
+    "quantize_weight: spec": (fxq.quantize_weight.default, (X, "int4[1,32]dyn"), NotImplementedError, "dyn"),
+    "quantize_act_static: scales": (
+        fxq.quantize_act_static.default,
+        (X, scales(2), "int8[*,*]static"),
+        RuntimeError,
+        "act_scale must be",
+    ),
+    "hadamard: K": (fxq.hadamard.default, (X, 16), RuntimeError, "do not divide K = 8"),
+    "hadamard: block": (fxq.hadamard.default, (X, 3), RuntimeError, "power of two"),
+    "weight_only_mm: K": (
+        fxq.weight_only_mm.default,
+        (torch.randn(3, 7), [codes(5, 8), scales(5, 1)], WEIGHT, None),
+        RuntimeError,
+        "codes of int8",
+    ),
+    "weight_only_mm: one constant": (
+        fxq.weight_only_mm.default,
+        (X, [codes(5, 8)], WEIGHT, None),
+        RuntimeError,
+        "codes, scale, got 1",
+    ),
+    "weight_only_mm: bias": (
+        fxq.weight_only_mm.default,
+        (X, [codes(5, 8), scales(5, 1)], WEIGHT, torch.zeros(4)),
+        RuntimeError,
+        "bias must be",
+    ),
+    "block_mm: columns": (
+        fxq.block_mm.default,
+        (codes(3, 8), scales(3, 1), ACT, [codes(5, 8), scales(5, 1)], WEIGHT, 9, None, torch.float32),
+        RuntimeError,
+        "x_codes has 8 columns",
+    ),
     "dequantize_weight: float codes": (
         fxq.dequantize_weight.default,
-        (X, scales(3, 1), torch.float32),
+        ([X, scales(3, 1)], WEIGHT, 8, torch.float32),
         RuntimeError,
-        "codes must be",
+        "codes of int8",
     ),
     "dequantize_weight: scale of another N": (
         fxq.dequantize_weight.default,
-        (codes(3, 8), scales(4, 1), torch.float32),
+        ([codes(3, 8), scales(4, 1)], WEIGHT, 8, torch.float32),
         RuntimeError,
-        "scale must be",
+        "scale of int8",
     ),
     "dequantize_weight: bfloat16 scale": (
         fxq.dequantize_weight.default,
-        (codes(3, 8), scales(3, 1).bfloat16(), torch.float32),
+        ([codes(3, 8), scales(3, 1).bfloat16()], WEIGHT, 8, torch.float32),
         RuntimeError,
-        "scale must be float32",
+        "scale of int8",
     ),
     "dequantize_weight: int out": (
         fxq.dequantize_weight.default,
-        (codes(3, 8), scales(3, 1), torch.int8),
+        ([codes(3, 8), scales(3, 1)], WEIGHT, 8, torch.int8),
         RuntimeError,
         "dtype must be",
     ),
@@ -241,7 +330,7 @@ BACKWARD: dict[str, Callable[[], Tensor]] = {
     "quantize_act": lambda: fxq.quantize_act(torch.ones(2, 8, requires_grad=True), ACT)[1],
     "quantize_weight": lambda: fxq.quantize_weight(torch.ones(2, 8, requires_grad=True), WEIGHT)[1],
     "dequantize_weight": lambda: fxq.dequantize_weight(
-        codes(2, 8), torch.ones(2, 1, requires_grad=True), torch.float32
+        [codes(2, 8), torch.ones(2, 1, requires_grad=True)], WEIGHT, 8, torch.float32
     ),
     **{op.name(): lambda op=op: op(*mm_with(4, torch.zeros(5, requires_grad=True))) for op in SCALED_MM},
 }

@@ -15,10 +15,10 @@ from torch import Tensor, fx, nn
 import fxquant
 from fxquant.capture import capture
 from fxquant.errors import ConfigError, GraphCheckError
+from fxquant.form import Form
 from fxquant.graph import call, count_calls, dump, placeholders
 from fxquant.pass_manager import PassResult, check, pass_name, run_passes
 from fxquant.passes import rewrite
-from fxquant.form import Form
 from fxquant.target import Kernel, Target
 
 aten = torch.ops.aten
@@ -51,7 +51,7 @@ def captured(*, dynamic: bool = True) -> fx.GraphModule:
 
 
 FORMS = {name: Form(scheme="int8") for name in ("p_q_weight", "p_k_weight", "p_qkv")}
-NAMES = ["expand_weights", "quantize_linear", "share_quantize_act", "lower_to_target"]
+NAMES = ["expand_weights", "quantize_linear", "quantize_embedding", "share_quantize_act", "lower_to_target"]
 
 
 def counts(gm: fx.GraphModule) -> tuple[int, ...]:
@@ -67,14 +67,17 @@ def test_rewrites_are_counted() -> None:
     gm = captured()
     assert counts(gm) == (4, 0, 0, 0)
     results = rewrite(gm, FORMS, TARGET)
-    assert {result.name: result.rewrites for result in results} == dict(zip(NAMES, (3, 3, 2, 3), strict=True))
+    assert {result.name: result.rewrites for result in results} == dict(
+        zip(NAMES, (3, 3, 0, 2, 3), strict=True)
+    )
     assert counts(gm) == (1, 1, 0, 3)
-    assert [result.rewrites for result in rewrite(captured(), {}, TARGET)] == [0, 0, 0, 0]
+    assert [result.rewrites for result in rewrite(captured(), {}, TARGET)] == [0] * 5
 
 
 DISABLED = {
     "expand_weights": (4, 0, 0, 0),
     "quantize_linear": (4, 0, 0, 0),
+    "quantize_embedding": (1, 1, 0, 3),
     "share_quantize_act": (1, 3, 0, 3),
     "lower_to_target": (1, 1, 3, 0),
 }

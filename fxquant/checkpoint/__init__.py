@@ -14,7 +14,7 @@ from fxquant.checkpoint.keymap import KeyEntry, KeyMap, require_complete, resolv
 from fxquant.checkpoint.mapped import MappedCheckpoint
 from fxquant.checkpoint.memory import DictCheckpoint, StreamCheckpoint, StreamItem
 from fxquant.checkpoint.safetensors import FileCheckpoint, Piece, bytes_of
-from fxquant.checkpoint.writer import WeightConstants, write_constants
+from fxquant.checkpoint.writer import WeightConstants, constants_in_files, write_constants
 from fxquant.errors import ConfigError
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "TensorInfo",
     "WeightConstants",
     "bytes_of",
+    "constants_in_files",
     "is_constants_folder",
     "open_checkpoint",
     "require_complete",

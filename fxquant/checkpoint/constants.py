@@ -169,8 +169,11 @@ def expected_constants(
         return (("value", dtype, shape),)
     if form.host:
         return (("value", dtype, shape),)
-    if len(shape) != 2:
-        raise ConfigError(f"the form {str(form)!r} has two dimensions, the shape is {list(shape)}")
+    if len(shape) != 2 + len(form.kernel):
+        dims = ("two", "three", "four", "five")[len(form.kernel)]
+        raise ConfigError(f"the form {str(form)!r} has {dims} dimensions, the shape is {list(shape)}")
+    if form.kernel:
+        _check_convolution(form, shape)
     n, k = form.codes_shape(shape)
     if (form.parts_n and sum(form.parts_n) != n) or (form.parts_k and sum(form.parts_k) != k):
         raise ConfigError(f"the parts of the form {str(form)!r} do not add up to [{n}, {k}]")
@@ -179,6 +182,16 @@ def expected_constants(
     if form.odd_k != odd or (spec.packed and (form.kn or any(part % 2 for part in form.parts_k))):
         raise ConfigError(f"codes of the form {str(form)!r} cannot hold [{n}, {k}]")
     return tuple((name, *facts) for name, facts in form.shapes(shape, dtype).items())
+
+
+def _check_convolution(form: Form, shape: tuple[int, ...]) -> None:
+    if shape[2:] != form.kernel:
+        raise ConfigError(f"the kernel of the form {str(form)!r} is not that of the shape {list(shape)}")
+    turned = (
+        form.transposed or form.kn or form.nz or form.parts_n or form.parts_k or form.table or form.rotated
+    )
+    if turned or form.act is not None:
+        raise ConfigError(f"a convolution cannot have the form {str(form)!r}")
 
 
 def key_of(fqn: str, name: str) -> str:

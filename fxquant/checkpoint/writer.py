@@ -34,13 +34,13 @@ from fxquant.checkpoint.constants import (
     key_of,
     manifest_bytes,
 )
-from fxquant.checkpoint.digests import DIGEST_BYTES, digest_piece
+from fxquant.checkpoint.digests import digest_piece
 from fxquant.checkpoint.files import OS_FILES, Files
 from fxquant.checkpoint.header import DTYPES, MAX_HEADER_BYTES, load_json, short
-from fxquant.checkpoint.safetensors import bytes_of
+from fxquant.checkpoint.pieces import pieces_of
 from fxquant.errors import CheckpointFileError, ConfigError
 from fxquant.form import Form
-from fxquant.fractal_nz import as_nd
+from fxquant.held import FLIP, flipped, unhold
 
 SHARD_BYTES = 4 * 2**30
 """The most that a file holds, unless a single tensor is larger."""
@@ -57,13 +57,32 @@ class WeightConstants:
     """One weight to be written.
 
     ``dtype`` and ``shape`` are those that it has in the model. ``tensors`` are its constants in the
-    order of ``form.constants``, or its value alone where ``form`` is None; on any device.
+    order of ``form.constants``, or its value alone where ``form`` is None; on any device. ``flip``: bits
+    of each byte of the codes that are written the other way.
     """
 
     form: Form | None
     dtype: torch.dtype
     shape: tuple[int, ...]
     tensors: tuple[Tensor, ...]
+    flip: int = 0
+
+
+def constants_in_files(
+    form: Form | None, dtype: torch.dtype, shape: tuple[int, ...], constants: Sequence[Tensor]
+) -> WeightConstants:
+    """A weight to be written, from its constants: as its scheme has them, whatever a device holds."""
+    if form is None or not form.held:
+        return WeightConstants(
+            form=None if form is None else form.in_files, dtype=dtype, shape=shape, tensors=tuple(constants)
+        )
+    stored = tuple(
+        part if name in form.codes else unhold(form, name, part)  # codes are turned while they are written
+        for name, part in zip(form.constants, constants, strict=True)
+        if name not in form.derived
+    )
+    flip = FLIP if flipped(form) else 0
+    return WeightConstants(form=form.in_files, dtype=dtype, shape=shape, tensors=stored, flip=flip)
 
 
 def write_constants(
@@ -93,6 +112,11 @@ def write_constants(
     target = Path(folder).absolute()
     plan = _checked_plan(plan)
     stored, tensors = _checked_weights(weights)
+    flips = {
+        key_of(fqn, name): weight.flip
+        for fqn, weight in weights.items()
+        for name in (weight.form.codes if weight.form is not None and weight.flip else ())
+    }
     shards = _shards(tensors, shard_bytes)
     headers = [_header(shard, tensors) for shard in shards]
     _check_target(target, overwrite=overwrite)
@@ -103,7 +127,7 @@ def write_constants(
         sizes: dict[str, int] = {}
         digests: dict[str, tuple[int, ...]] = {}
         for name, header, shard in zip(file_names(len(shards)), headers, shards, strict=True):
-            output = _Output(files, aside / name, target / name)
+            output = _Output(files, aside / name, target / name, flips)
             parts = {key: tensors[key] for key in shard}
             sizes[name] = output.write_tensors(header, parts, digests)
         for name, content in extras.items():
@@ -131,10 +155,15 @@ def _manifest(
 
 
 class _Output:
-    """One file that is being written, ``path``; ``final`` is its name in messages."""
+    """One file that is being written, ``path``; ``final`` is its name in messages.
 
-    def __init__(self, files: Files, path: Path, final: Path) -> None:
-        self._files, self._path, self._final = files, path, final
+    ``flips``: by key, bits of each byte that are written the other way.
+    """
+
+    def __init__(
+        self, files: Files, path: Path, final: Path, flips: Mapping[str, int] = MappingProxyType({})
+    ) -> None:
+        self._files, self._path, self._final, self._flips = files, path, final, flips
         self._descriptor = -1
         self._offset = 0
 
@@ -161,7 +190,7 @@ class _Output:
         digests: list[int] = []
         what = f"{self._final}: tensor {short(key)}, {tensor.nbytes} bytes at offset {self._offset}"
         with _explain(f"{what}, could not be written"):
-            for piece in _pieces(tensor):
+            for piece in pieces_of(tensor, self._flips.get(key, 0)):
                 digests.append(digest_piece(piece))
                 self._put(piece)
         return tuple(digests)
@@ -173,55 +202,6 @@ class _Output:
                 raise OSError(errno.EIO, f"the system took none of {data.nbytes} bytes")
             self._offset += count
             data = data[count:]
-
-
-def _pieces(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor in pieces of ``DIGEST_BYTES``, each valid until the next one is asked for."""
-    if not tensor.nbytes:
-        return
-    tensor = as_nd(tensor)
-    if tensor.device.type == "cpu" and tensor.is_contiguous() and _holds_its_bytes(tensor):
-        view = bytes_of(tensor)
-        for start in range(0, tensor.nbytes, DIGEST_BYTES):
-            yield view[start : start + DIGEST_BYTES]
-        return
-    # Copied as integers: what a float's bits mean must not matter.
-    source = tensor.view(_INTEGERS[tensor.itemsize]) if _holds_its_bytes(tensor) else tensor
-    step = DIGEST_BYTES // source.itemsize
-    buffer = torch.empty(min(step, source.numel()), dtype=source.dtype, device="cpu")
-    for start in range(0, source.numel(), step):
-        part = buffer[: source.numel() - start]
-        _copy_range(source, start, part)
-        yield bytes_of(part)
-
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _holds_its_bytes(tensor: Tensor) -> bool:
-    """Whether the memory holds the values, and not their conjugates or negatives."""
-    return not tensor.is_conj() and not tensor.is_neg()
-
-
-def _copy_range(source: Tensor, start: int, out: Tensor) -> None:
-    """Fill ``out`` (1-d) with elements of ``source`` from ``start``, counted in row-major order."""
-    if source.dim() == 0 or source.is_contiguous():
-        source = source.reshape(-1)
-    if source.dim() == 1:
-        out.copy_(source[start : start + out.numel()])
-        return
-    row = source[0].numel()
-    done = 0
-    while done < out.numel():
-        first, skip = divmod(start + done, row)
-        rows = 0 if skip else (out.numel() - done) // row
-        if rows:
-            count = rows * row
-            out[done : done + count].view(rows, *source.shape[1:]).copy_(source[first : first + rows])
-        else:
-            count = min(row - skip, out.numel() - done)
-            _copy_range(source[first], skip, out[done : done + count])
-        done += count
 
 
 def _checked_plan(plan: Mapping[str, object]) -> Mapping[str, object]:

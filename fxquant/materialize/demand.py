@@ -69,6 +69,8 @@ def whole_part(gm: fx.GraphModule, node: fx.Node) -> Part:
     if node.op == "get_attr":
         return Part(ranges={}, target=_as_it_is, args=(getattr(gm, str(node.target)),))
     ranges = dict.fromkeys(node.all_input_nodes, WHOLE)
+    if node.target is aten.view.default:  # tensors in memory may have strides that no view can take
+        return Part(ranges=ranges, target=aten.reshape.default, args=node.args)
     return Part(ranges=ranges, target=node.target, args=node.args, kwargs=node.kwargs)  # type: ignore[arg-type]
 
 

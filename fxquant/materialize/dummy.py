@@ -40,8 +40,9 @@ def dummy_constants(
             if recipe.fqn in kept:
                 store.constants[recipe.fqn] = (kept[recipe.fqn],)
                 continue
-            parts = dict(zip(recipe.constants, store.allocate(recipe), strict=True))
-            for name, part in parts.items():
+            # Constants that are made of others come with ``done``; those that were given hold their values.
+            parts = dict(zip(recipe.constants, store.allocate(recipe), strict=False))
+            for name, part in list(parts.items())[: len(parts) - len(recipe.given)]:
                 if name == "scale":
                     k = result_vals(graph.templates[recipe.template])[0].shape[-1]
                     part.fill_(1 / (73 * math.sqrt(max(k, 1))))  # 73: spread of codes

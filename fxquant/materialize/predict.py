@@ -6,11 +6,12 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 
+from fxquant.form import Form
 from fxquant.fractal_nz import padded_bytes
 from fxquant.materialize.blocks import Blocks
 from fxquant.materialize.errors import sums_bytes
 from fxquant.materialize.jobs import LOOKAHEAD, Schedule
-from fxquant.materialize.recipes import LoadGraph, Recipe, laid_out_shapes, result_vals
+from fxquant.materialize.recipes import LoadGraph, Recipe, Shapes, held_shapes, laid_out_shapes, result_vals
 from fxquant.timeline import Moment
 
 MAX_MOMENTS = 512
@@ -29,7 +30,7 @@ class _Resident:
         self.device = self.host = 0
         if self.blocks is not None:
             self.device = self.blocks.take(sums_bytes(schedule.batches))
-        self._to_cast: dict[str, list[tuple[int, int]]] = {}
+        self._to_change: dict[str, list[tuple[int, int]]] = {}
 
     def begin(self, recipe: Recipe) -> None:
         """The constants of a weight are allocated."""
@@ -42,21 +43,35 @@ class _Resident:
             return
         taken = sizes if self.blocks is None else [self.blocks.take(size) for size in sizes]
         self.device += sum(taken)
+        if self.blocks is not None and recipe.held is not None:
+            self._to_change[recipe.fqn] = _held(recipe.held, shapes, taken)
         if self.blocks is not None and recipe.nz:
             padded = [padded_bytes(shape, dtype.itemsize) for shape, dtype in shapes[: recipe.nz]]
-            self._to_cast[recipe.fqn] = list(zip(taken, padded, strict=False))
+            self._to_change.setdefault(recipe.fqn, []).extend(zip(taken, padded, strict=False))
 
     def end(self, recipe: Recipe) -> int:
-        """A weight is whole; what is cast moves into a block of its own. Bytes of the largest of these."""
+        """A weight is whole; what is made of a constant gets a block of its own. Bytes of the largest."""
         largest = 0
         if self.blocks is None:
             return largest
-        for old, size in self._to_cast.pop(recipe.fqn, ()):
+        for old, size in self._to_change.pop(recipe.fqn, ()):
             new = self.blocks.take(size)
             self.blocks.give_back(old)
             self.device += new - old
             largest = max(largest, new)
         return largest
+
+
+def _held(form: Form, shapes: Shapes, taken: Sequence[int]) -> list[tuple[int, int]]:
+    """For each constant that ``form`` holds otherwise, its block so far, if any, and its bytes."""
+    final = held_shapes(form, shapes)
+    made = {name: (shapes[i], taken[i]) for i, name in enumerate(form.constants[: len(shapes)])}
+    found = []
+    for name, (dtype, size) in list(final.items())[len(form.codes) :]:
+        (_, before), block = made.get(name, ((None, None), 0))
+        if name in form.derived or (name in made and name != "table" and before != dtype):
+            found.append((block, math.prod(size) * dtype.itemsize))
+    return found
 
 
 def predict(schedule: Schedule, graph: LoadGraph, held_bytes: Mapping[str, int]) -> list[Moment]:

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from fxquant import ops as _ops  # noqa: F401 - registers the dialect
 from fxquant.capture import make_fake_mode
+from fxquant.errors import WeightMismatchError
 from fxquant.form import Form
 from fxquant.graph import dump, placeholders, value
 from fxquant.materialize.tiles import writes
@@ -58,6 +59,8 @@ class Recipe:
     """Values of the last constants, each of one element, that are not made of the weight; None: kept."""
     nz: int = 0
     """The first constants, this many of them, are cast to FRACTAL_NZ once they are whole, on an NPU."""
+    held: Form | None = None
+    """The form as which the constants are held once they are whole; None: as they are made."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,6 +98,7 @@ class LoadGraph:
             host=host,
             given=() if form is None or reads.stored else tuple(given.get(name) for name in form.given),
             nz=len(form.codes) if form is not None and form.nz else 0,
+            held=form if form is not None and form.held else None,
         )
         self.recipes.append(recipe)
         return recipe
@@ -102,7 +106,9 @@ class LoadGraph:
     def _find(self, fqn: str, reads: Reads, dtype: torch.dtype, form: Form | None) -> int:
         how = None if reads.convert is None else getattr(reads.convert, "template", reads.convert)
         simple = not reads.same
-        plain = replace(form, kn=False, nz=False, parts_n=(), parts_k=()) if form is not None else None
+        plain = (
+            replace(form, kn=False, nz=False, held="", parts_n=(), parts_k=()) if form is not None else None
+        )
         shape_key = (how, reads.stored, reads.dtypes, reads.shapes, dtype, plain)
         if simple and shape_key in self._by_shape:
             return self._by_shape[shape_key]
@@ -147,6 +153,12 @@ def make_template(fqn: str, reads: Reads, *, dtype: torch.dtype, form: Form | No
         weight = reads.convert(*tensors[:plain]) if reads.convert else tensors[0]
         for key, other in zip(reads.keys[plain:], tensors[plain:], strict=True):
             fxq.check_same(weight, other, f"{fqn}: {reads.keys[0]} and {key}")
+        if form is not None and form.kernel and tuple(weight.shape[2:]) != form.kernel:
+            raise WeightMismatchError(
+                f"{fqn} is the weight of a convolution with a kernel of {list(form.kernel)}, the checkpoint "
+                f"gives {list(weight.shape)} (from {', '.join(reads.keys[:plain])}). Check that the model's "
+                "config belongs to this checkpoint."
+            )
         return _constants(weight, dtype, form)
 
     mode = make_fake_mode()
@@ -170,7 +182,7 @@ def _constants(weight: Tensor, dtype: torch.dtype, form: Form | None) -> tuple[T
     table = (weight.to(dtype),) if form.table else ()
     exact = torch.promote_types(weight.dtype, dtype) == dtype
     codes_source = weight if exact else weight.to(dtype)
-    codes_source = codes_source.t() if form.transposed else codes_source
+    codes_source = form.as_matrix(codes_source)
     if form.rotated:
         codes_source = fxq.hadamard(codes_source.to(torch.float32), block_size(codes_source.shape[1]))
     return (*fxq.quantize_weight(codes_source, str(form.weight)), *table)
@@ -183,6 +195,12 @@ def result_vals(gm: fx.GraphModule) -> tuple[Tensor, ...]:
 
 
 Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
+
+
+def held_shapes(form: Form, shapes: Shapes) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """The constants of ``form``, some of whose codes have these shapes, once the weight is whole."""
+    n, k = form.whole_size([shape for shape, _ in shapes[: len(form.codes)]])
+    return form.shapes((k, n) if form.transposed else (n, k), torch.float32)
 
 
 def laid_out_shapes(form: Form, shapes: Shapes) -> Shapes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import torch
 from fxquant.checkpoint import TensorInfo
 from fxquant.materialize.jobs import Batch, Job, Schedule, Settings
 from fxquant.materialize.predict import predict, thin
-from fxquant.materialize.recipes import LoadGraph, Recipe, result_vals
+from fxquant.materialize.recipes import LoadGraph, Recipe, held_shapes, laid_out_shapes, result_vals
 from fxquant.materialize.tiles import Tiling, whole_tile
 from fxquant.materialize.tiling import make_tiling
 from fxquant.timeline import Moment
@@ -33,7 +34,13 @@ class Scheduler:
 
     def resident(self, recipe: Recipe) -> int:
         """Bytes of a weight's constants."""
-        return self._resident[recipe.template] + 4 * len(recipe.given)
+        if recipe.held is None:
+            return self._resident[recipe.template] + 4 * len(recipe.given)
+        shapes = tuple((v.shape, v.dtype) for v in result_vals(self.graph.templates[recipe.template]))
+        if recipe.laid_out is not None:
+            shapes = laid_out_shapes(recipe.laid_out, shapes)
+        final = held_shapes(recipe.held, shapes).values()
+        return sum(math.prod(size) * dtype.itemsize for dtype, size in final)
 
     def tiling(self, template: int, tile_bytes: int) -> Tiling:
         """The tiles of a template."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fxquant.fractal_nz import padded_bytes, to_nz, write_over
+from fxquant.held import derive, hold
 from fxquant.materialize.jobs import Job
 from fxquant.materialize.meter import Account
 from fxquant.materialize.program import ABSMAX, Maxima
@@ -61,19 +62,20 @@ class Store:
         shapes = (*shapes, *([(torch.Size((1,)), torch.float32)] * len(recipe.given)))
         given = self.into.get(recipe.fqn)
         if given is not None:
-            found = [(part.shape, part.dtype) for part in given]
-            assert found == list(shapes), f"{recipe.fqn}: {found} cannot take {shapes}"
-        cast = self.casts(recipe)
-        kept = () if given is None else given[cast:]
+            found = [part.shape for part in given[: len(shapes)]]
+            assert found == [s for s, _ in shapes], f"{recipe.fqn}: {found} cannot take {shapes}"
         device = self.device_of(recipe)
-        new = shapes if given is None else shapes[:cast]
-        made = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in new)
-        self.account.add(device.type, sum(part.nbytes for part in made))
-        constants = (*made, *kept)
+        constants = []
+        for i, (shape, dtype) in enumerate(shapes):
+            if given is not None and i >= self.casts(recipe) and given[i].dtype == dtype:
+                constants.append(given[i])
+            else:
+                constants.append(torch.empty(shape, dtype=dtype, device=device))
+                self.account.add(device.type, constants[-1].nbytes)
         for value, part in zip(reversed(recipe.given), reversed(constants), strict=False):
             if value is not None:
                 part.fill_(value)
-        return constants
+        return tuple(constants)
 
     def casts(self, recipe: Recipe) -> int:
         """How many of the constants are cast to FRACTAL_NZ once they are whole."""
@@ -96,9 +98,29 @@ class Store:
             self.constants[recipe.fqn] = tuple(parts)
             self.account.add("npu", -size)
 
+    def _hold(self, recipe: Recipe) -> None:
+        """Make what the target's ops take of constants that are whole, one after the other."""
+        form = recipe.held
+        if form is None:
+            return
+        into = self.into.get(recipe.fqn)
+        parts = dict(zip(recipe.constants, self.constants[recipe.fqn], strict=False))
+        for i, name in enumerate(recipe.constants):
+            old = parts.get(name)
+            new = derive(form, name, parts) if old is None else hold(form, name, old)
+            if new is old:
+                continue
+            self.account.add(self.device.type, new.nbytes)
+            if into is not None:
+                self.account.add(self.device.type, -new.nbytes)
+                new = into[i].copy_(new)
+            parts[name] = new
+            self.account.add(self.device.type, 0 if old is None else -old.nbytes)
+            self.constants[recipe.fqn] = tuple(parts.values())
+
     def _results(self, recipe: Recipe) -> Sequence[Any]:
         """The constants as the template's results: codes that lie in parts are one matrix again."""
-        constants = self.allocate(recipe)
+        constants = self.allocate(recipe)  # of a weight that is not whole
         form = recipe.laid_out
         if form is None:
             return constants
@@ -153,6 +175,7 @@ class Store:
     def done(self, recipe: Recipe) -> None:
         """A weight is whole: give its constants their final layout, forget what its tiles shared."""
         with self.lock:
+            self._hold(recipe)
             self._cast(recipe)
             self._maxima.pop(recipe.fqn, None)
             held = self._held.pop(recipe.fqn, {})

@@ -18,6 +18,7 @@ from fxquant.checkpoint import StreamItem
 from fxquant.checkpoint.keymap_rules import transparent
 from fxquant.errors import BudgetError, MissingWeightError, TiedWeightError, WeightMismatchError
 from fxquant.graph import placeholders, value
+from fxquant.held import hold
 from fxquant.materialize.jobs import Job, Schedule
 from fxquant.materialize.recipes import LoadGraph, Recipe, result_vals
 from fxquant.materialize.scattered import in_parts
@@ -277,7 +278,10 @@ def check_again(graph: LoadGraph, recipe: Recipe, tensor: Tensor, constants: Con
     tile = whole_tile(template)
     tile.program.run([tensor], dict(enumerate(results)), torch.empty(tile.scratch // 4))
     made = in_parts(recipe.laid_out, results)
-    before = [part.cpu() for part in constants[recipe.fqn]]
+    if recipe.held is not None:
+        names = recipe.constants
+        made = tuple(hold(recipe.held, name, part) for name, part in zip(names, made, strict=False))
+    before = [part.cpu() for part in constants[recipe.fqn][: len(made)]]
     if not all(same_values(a, b) for a, b in zip(before, made, strict=True)):
         raise TiedWeightError(
             f"{recipe.fqn}: the model ties its names together, the stream brings different values for them"

@@ -35,7 +35,7 @@ from fxquant.numerics.blocks import (
 )
 from fxquant.numerics.checks import check_act_spec, check_weight_spec
 from fxquant.numerics.compare import same_values
-from fxquant.numerics.decode import dequantize_weight
+from fxquant.numerics.decode import dequantize_weight, embedding_rows
 from fxquant.numerics.deviation import (
     can_clip,
     compare_rows,
@@ -85,6 +85,7 @@ __all__ = [
     "compare_rows",
     "comparing_bytes",
     "dequantize_weight",
+    "embedding_rows",
     "floor_of",
     "hadamard",
     "int_matmul",

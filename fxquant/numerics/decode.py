@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,6 +25,38 @@ def dequantize_weight(parts: Sequence[Tensor], spec: QuantSpec, k: int, dtype: t
         stop = min(start + step, n)
         out[start:stop].copy_(float_rows(parts, spec, k, start, stop))
     return out
+
+
+def embedding_rows(
+    indices: Tensor, parts: Sequence[Tensor], spec: QuantSpec, k: int, dtype: torch.dtype
+) -> Tensor:
+    """Rows ``indices`` of the float weight ``[N, k]``: ``[..., k]``, without making the others.
+
+    The same values as those of ``dequantize_weight``, row for row; IndexError past the last row.
+    """
+    rows = indices.reshape(-1)
+    out = torch.empty((rows.numel(), k), dtype=dtype, device=parts[0].device)
+    side = spec.block[0]
+    single = spec if side == FULL else replace(spec, block=(1, spec.block[1]))
+    step = chunk_rows((max(rows.numel(), 1), k), single)
+    for start in range(0, rows.numel(), step):
+        wanted = rows[start : start + step]
+        taken = [
+            part
+            if name == "global_scale" or (side == FULL and name != "codes")
+            else _rows(part, wanted, 1 if name == "codes" else side)
+            for name, part in zip(spec.names, parts, strict=True)
+        ]
+        out[start : start + step].copy_(float_rows(taken, single, k, 0, wanted.numel()))
+    return out.view(*indices.shape, k)
+
+
+def _rows(part: Tensor, rows: Tensor, side: int) -> Tensor:
+    """Rows of a constant, each of which is for ``side`` rows of the weight."""
+    if side > 1:
+        rows = rows // side
+    bits = part.view(torch.uint8) if part.dtype.itemsize == 1 else part
+    return bits.index_select(0, rows).view(part.dtype)
 
 
 def float_rows(parts: Sequence[Tensor], spec: QuantSpec, k: int, start: int, stop: int) -> Tensor:

@@ -41,7 +41,12 @@ def e2m1_codes_(x: Tensor) -> None:
     for start in range(0, flat.numel(), PIECE):
         piece = flat[start : start + size]
         signed, middle, top = buffers[:, : piece.numel()]
-        torch.copysign(four, piece, out=signed)
+        if x.device.type == "cpu":
+            torch.copysign(four, piece, out=signed)
+        else:  # not every device has copysign
+            negative = middle.view(torch.bool)[: piece.numel()]
+            torch.signbit(piece, out=negative)
+            signed.copy_(negative).mul_(-8).add_(4)
         piece.abs_()
         torch.clamp(piece, 2, 4, out=middle).round_()  # where codes go up by 0 to 2
         torch.clamp(piece, 4, 6, out=top).mul_(0.5).round_()  # 2 to 3, where codes go up by 0 or 1

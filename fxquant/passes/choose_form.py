@@ -6,6 +6,7 @@ after it.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,11 @@ from fxquant.numerics import block_size
 from fxquant.output_cuts import cuts_of
 from fxquant.passes.quantize_linear import can_cut
 from fxquant.passes.weight_uses import Cut, LinearUse, OtherUse, matmul_operands
+from fxquant.scheme import SCHEMES, Scheme, weight_only
 from fxquant.target import Layout, Refusal, Target
+
+LOOKUP, CONVOLUTION = "fxquant::embedding_dequant", "fxquant::dequantize_weight"
+"""The dialect ops by which a target runs look-ups in codes, and convolutions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +36,7 @@ class Use:
     k_axis: int | None
     refusal: str = ""
     lookup: bool = False
+    conv: bool = False
     cuts: tuple[int, ...] = ()
     """Offsets where everybody who takes the output cuts it anyway."""
     bias: torch.dtype | None = None
@@ -52,7 +58,7 @@ class Use:
                 bias=bias_dtype,
                 weight_cuts=use.cuts,
             )
-        return Use(op=name, k_axis=None, refusal=use.reason, lookup=use.lookup)
+        return Use(op=name, k_axis=None, refusal=use.reason, lookup=use.lookup, conv=use.conv)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,13 +98,12 @@ def choose_form(
     if scheme.weight is None:
         return Decision(form=None, reason=choice.reason)
     linears = [use for use in uses if use.k_axis is not None]
-    others = [use for use in uses if use.k_axis is None]
+    lookups = [use for use in uses if use.lookup]
     if not linears:
-        why = others[0].refusal if others else "not used by the captured graphs"
-        return Decision(form=None, reason=why)
-    tied = any(use.lookup for use in others)
-    if tied and not choice.asked:
+        return _without_product(uses, shape, dtype, choice, target)
+    if lookups and not choice.asked:
         return Decision(form=None, reason="head tied to an embedding: stays float unless a config entry asks")
+    others = [use for use in uses if use.k_axis is None]
     layout = _layout(linears, others, shape, dtype, choice, target, rotate=rotate)
     if isinstance(layout, Refusal):
         return Decision(form=None, reason=layout.reason, asked=True)
@@ -109,12 +114,16 @@ def choose_form(
     transposed = linears[0].k_axis == 0
     k = shape[linears[0].k_axis or 0]
     block = block_size(k) if rotate else 1
+    turned = transposed or layout.kn or layout.parts_n or layout.parts_k
+    lying = "codes do not lie as rows" if turned else "the codes are rotated" if block > 1 else ""
+    table, why_table = _table(lookups, choice, target, lying)
     form = Form(
         scheme=scheme.name,
         transposed=transposed,
-        table=tied,
+        table=table,
         kn=layout.kn,
         nz=layout.nz,
+        held=layout.held,
         parts_n=layout.parts_n,
         parts_k=layout.parts_k,
         odd_k=scheme.weight.packed and k % 2 == 1,
@@ -123,7 +132,7 @@ def choose_form(
     parts = [
         choice.reason,
         "[in, out] layout" if transposed else "",
-        "exact float table kept for look-ups" if tied else "",
+        why_table,
         f"rotated in blocks of {block}" if block > 1 else "not rotated: K is odd" if rotate else "",
         layout.reason,
         *(f"{name} {choice.act_scale:g}" for name in form.given),
@@ -131,6 +140,69 @@ def choose_form(
     reason = ", ".join(part for part in parts if part)
     given = tuple((name, choice.act_scale) for name in form.given if choice.act_scale is not None)
     return Decision(form=form, reason=reason, asked=True, given=given, rejected=layout.rejected)
+
+
+def _table(lookups: Sequence[Use], choice: Choice, target: Target, lying: str) -> tuple[bool, str]:
+    """Whether look-ups of a tied weight keep the exact floats, and what the plan says about it.
+
+    ``lying``: why rows cannot be looked up in the codes; empty where they can.
+    """
+    if not lookups:
+        return False, ""
+    kernel = target.kernel_of(LOOKUP)
+    why = lying or (kernel.reason if isinstance(kernel, Refusal) else "")
+    if choice.lookups and not why:
+        same = choice.lookup_reason == choice.reason
+        return False, "look-ups use the codes too" + ("" if same else f": {choice.lookup_reason}")
+    why = why if choice.lookups else choice.lookup_reason
+    return True, "exact float table kept for look-ups" + (f": {why}" if why else "")
+
+
+def _without_product(
+    uses: Sequence[Use], shape: Sequence[int], dtype: torch.dtype, choice: Choice, target: Target
+) -> Decision:
+    """The form of a weight that is looked up, or that convolutions use: where a config entry asks."""
+    special = next((use for use in uses if use.lookup or use.conv), None)
+    if special is None:
+        why = uses[0].refusal if uses else "not used by the captured graphs"
+        return Decision(form=None, reason=why)
+    if not choice.asked:
+        return Decision(form=None, reason=f"{special.refusal}: stays float unless a config entry asks")
+    blocked = [use for use in uses if (use.lookup, use.conv) != (special.lookup, special.conv)]
+    refusal = f"also {blocked[0].refusal}" if blocked else _dtype_refusal(dtype, choice)
+    if not refusal and 0 in shape:
+        refusal = "the weight is empty"
+    kernel = target.kernel_of(LOOKUP if special.lookup else CONVOLUTION)
+    if not refusal and isinstance(kernel, Refusal):
+        refusal = kernel.reason
+    if not refusal and special.conv and choice.scheme.act is not None:
+        refusal = _only_weights(choice.scheme)
+    if refusal:
+        return Decision(form=None, reason=refusal, asked=True)
+    scheme = weight_only(choice.scheme) or choice.scheme
+    assert scheme.weight is not None
+    odd_k = scheme.weight.packed and math.prod(shape[1:]) % 2 == 1
+    form = Form(scheme=scheme.name, odd_k=odd_k, kernel=tuple(shape[2:]) if special.conv else ())
+    if special.conv:
+        return Decision(form=form, reason=f"{choice.reason}, floats made for each call", asked=True)
+    ignored = choice.scheme.act is not None
+    why = f"the activation part of {choice.scheme.name} is ignored for look-ups" if ignored else ""
+    return Decision(form=form, reason=", ".join(filter(None, (choice.reason, why))), asked=True)
+
+
+def _only_weights(scheme: Scheme) -> str:
+    other = weight_only(scheme) or SCHEMES["int8_weight_only"]
+    return (
+        f"scheme {scheme.name} quantizes activations, and it is weight only for convolutions: "
+        f"use {other.name}"
+    )
+
+
+def _dtype_refusal(dtype: torch.dtype, choice: Choice) -> str:
+    if dtype in choice.scheme.dtypes:
+        return ""
+    known = ", ".join(str(d).removeprefix("torch.") for d in choice.scheme.dtypes)
+    return f"scheme {choice.scheme.name} takes {known}, not {dtype}"
 
 
 def _layout(
@@ -183,8 +255,7 @@ def _obstacle(
         (bool(uncut), f"cut where no block of {scheme.weight} ends"),
         (
             unscaled,
-            f"scheme {scheme.name} needs the scale of the activation; give it in a config entry: "
-            "{'scheme': ..., 'act_scale': number}",
+            f"scheme {scheme.name} needs the activation's scale: a config entry {{'scheme', 'act_scale'}}",
         ),
     )
     return next((reason for is_there, reason in obstacles if is_there), "")

@@ -9,6 +9,8 @@ asked for them takes apart again.
 The new placeholders carry the ``Form`` in ``meta["form"]``, which tells later passes the scheme.
 A float weight in main memory, ``w_value``, is copied by ``fetch`` before each use.
 Look-ups of a form with a table read ``w_table : bfloat16[N, K]``, the exact floats.
+The weight of a convolution is ``view(dequantize_weight(...), [O, I, *kernel])`` before each use, so that the
+floats of no more than one layer exist at a time.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ from torch import fx
 from fxquant.errors import QuantizedWeightError
 from fxquant.form import Form
 from fxquant.graph import call, fake_mode_of, inserting_before, placeholders, value
+from fxquant.held import FLIP, HALF, flipped
 from fxquant.numerics import block_size
 from fxquant.ops import dequantize_weight as _  # noqa: F401 - registers the dialect
-from fxquant.passes.weight_uses import OtherUse, weight_uses
+from fxquant.passes.weight_uses import LinearUse, OtherUse, weight_uses
 
 aten = torch.ops.aten
 
@@ -48,6 +51,21 @@ def _whole_codes(gm: fx.GraphModule, parts: list[fx.Node], form: Form) -> fx.Nod
     codes = joined[0] if len(joined) == 1 else call(gm, aten.cat.default, (joined, 0))
     codes.meta["form"] = form
     return codes
+
+
+def _unheld(gm: fx.GraphModule, name: str, part: fx.Node, form: Form) -> fx.Node:
+    """A constant as the scheme has it, of one that is held for a target's ops; they take it as it is."""
+    if not form.held or form.act is not None:
+        return part
+    if name in form.codes:
+        if not flipped(form):
+            return part
+        made = call(gm, aten.bitwise_xor.Scalar, (part, FLIP))
+    else:
+        made = call(gm, aten.to.dtype, (part, torch.float32))
+        made = call(gm, aten.rsub.Scalar, (made, HALF)) if name == "zero" else made
+    made.meta["held"] = part
+    return made
 
 
 def _expand(gm: fx.GraphModule, node: fx.Node, form: Form) -> None:
@@ -78,21 +96,34 @@ def _expand(gm: fx.GraphModule, node: fx.Node, form: Form) -> None:
             user.replace_input_with(node, fetched)
         gm.graph.erase_node(node)
         return
+    if form.kernel:
+        for user in users:
+            with inserting_before(gm, user):
+                floats = _floats(gm, parts, form, node)
+            user.replace_input_with(node, floats)
+        gm.graph.erase_node(node)
+        return
     with gm.graph.inserting_before(last.next):
-        codes = _whole_codes(gm, [parts[name] for name in form.codes], form)
-        constants = [codes, *(parts[name] for name in form.weight.names[1:])]
-        k = form.codes_shape(tuple(val.shape))[1]
-        args = (constants, str(form.weight.plain), k, val.dtype)
-        anchor = call(gm, torch.ops.fxquant.dequantize_weight.default, args)
-        anchor.meta["form"] = form
-        anchor.meta["act_scale"] = parts.get("act_scale")
-        floats = anchor
-        if form.rotated:
-            floats = call(gm, torch.ops.fxquant.hadamard.default, (anchor, block_size(k)))
-        if form.transposed:
-            floats = call(gm, aten.t.default, (floats,))
-    lookups = {use.node for use in uses if isinstance(use, OtherUse) and use.lookup}
+        floats = _floats(gm, parts, form, node)
+    exact = {use.via for use in uses if form.table and isinstance(use, OtherUse) and use.lookup}
+    exact -= {use.via for use in uses if isinstance(use, LinearUse) or not use.lookup}
     for user in users:
-        exact = form.table and user in lookups
-        user.replace_input_with(node, parts["table"] if exact else floats)
+        user.replace_input_with(node, parts["table"] if user in exact else floats)
     gm.graph.erase_node(node)
+
+
+def _floats(gm: fx.GraphModule, parts: dict[str, fx.Node], form: Form, node: fx.Node) -> fx.Node:
+    """The float values that the constants stand for, in the shape of the parameter ``node``."""
+    val = value(node)
+    codes = _whole_codes(gm, [_unheld(gm, name, parts[name], form) for name in form.codes], form)
+    constants = [codes, *(_unheld(gm, name, parts[name], form) for name in form.weight.names[1:])]
+    parts["scale"].meta["derived"] = {name: parts[name] for name in form.derived}
+    k = form.codes_shape(tuple(val.shape))[1]
+    args = (constants, str(form.weight.plain), k, val.dtype)
+    anchor = call(gm, torch.ops.fxquant.dequantize_weight.default, args)
+    anchor.meta["form"] = form
+    anchor.meta["act_scale"] = parts.get("act_scale")
+    if form.kernel:
+        return call(gm, aten.view.default, (anchor, list(val.shape)))
+    floats = call(gm, torch.ops.fxquant.hadamard.default, (anchor, block_size(k))) if form.rotated else anchor
+    return call(gm, aten.t.default, (floats,)) if form.transposed else floats

@@ -1,14 +1,15 @@
 """Finds what a graph does with a weight: the one analysis behind both planning and rewriting.
 
 A weight's value is followed forward through views, casts and cuts to the ops that consume it. A
-``LinearUse`` can take codes; an ``OtherUse`` cannot, and says why.
+``LinearUse`` multiplies with the weight. An ``OtherUse`` does not, and says why: an embedding look-up and
+a convolution take codes where an entry of the config asks, other uses never.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,6 +49,17 @@ PARTS = (
 )
 MATMULS = (aten.matmul.default, aten.mm.default)
 LOOKUPS = (aten.embedding.default,)
+CONVOLUTIONS = (
+    aten.conv1d.default,
+    aten.conv1d.padding,
+    aten.conv2d.default,
+    aten.conv2d.padding,
+    aten.conv3d.default,
+    aten.conv3d.padding,
+    aten.convolution.default,
+)
+TRANSPOSED = (aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
+BAGS = (aten.embedding_bag.default, aten.embedding_bag.padding_idx)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,16 +81,20 @@ class LinearUse:
     cuts: tuple[Cut, ...]
     n: int
     k: int
+    via: fx.Node | None = None
+    """The user of the weight itself through which it gets here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherUse:
-    """A use that cannot take codes, with the reason in words."""
+    """A use that is no product, with the reason in words."""
 
     node: fx.Node
     reason: str
     lookup: bool = False
+    conv: bool = False
     writes: bool = False
+    via: fx.Node | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,20 +102,27 @@ class _View:
     node: fx.Node
     axes: tuple[int, ...]
     cuts: tuple[Cut, ...]
+    via: fx.Node | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is the weight as it is stored, perhaps cast."""
+        return not self.cuts and self.axes == tuple(range(len(self.axes)))
 
 
 def weight_uses(source: fx.Node) -> list[LinearUse | OtherUse]:
-    """Every use of the rank-2 weight that ``source`` stands for, in graph order."""
+    """Every use of the weight that ``source`` stands for, in graph order."""
     uses: list[LinearUse | OtherUse] = []
     stack = [_View(node=source, axes=tuple(range(value(source).dim())), cuts=())]
     while stack:
         view = stack.pop()
         for user in view.node.users:
             views = None if _writes(user, view.node) else _views_of(user, view)
+            via = view.via or user
             if views is None:
-                uses.append(_terminal_use(user, view))
+                uses.append(replace(_terminal_use(user, view), via=via))
             else:
-                stack.extend(views)
+                stack.extend(replace(found, via=via) for found in views)
     order = {node: i for i, node in enumerate(source.graph.nodes)}
     return sorted(uses, key=lambda use: order[use.node])
 
@@ -176,9 +199,32 @@ def _terminal_use(user: fx.Node, view: _View) -> LinearUse | OtherUse:
     if user.op == "output":
         return OtherUse(node=user, reason="returned by the model")
     if is_call(user, *LOOKUPS) and user.args[0] is view.node:
-        return OtherUse(node=user, reason="embedding look-up", lookup=True)
+        part = "" if view.whole else " in a part or another order of the weight"
+        return OtherUse(node=user, reason=f"embedding look-up{part}", lookup=view.whole)
+    if is_call(user, *BAGS):
+        reason = f"used by {target_name(user)}: sums of rows are not computed from codes"
+        return OtherUse(node=user, reason=reason)
+    if is_call(user, *CONVOLUTIONS, *TRANSPOSED):
+        refusal = _convolution_refusal(user, view)
+        return OtherUse(node=user, reason=refusal or "convolution", conv=not refusal)
     matched = _match_linear(user, view)
     return matched if isinstance(matched, LinearUse) else OtherUse(node=user, reason=matched)
+
+
+def _convolution_refusal(user: fx.Node, view: _View) -> str:
+    """Why a convolution cannot take its weight as codes; empty where it can."""
+    name = target_name(user)
+    x, weight, *others = _arguments(user)
+    if weight is not view.node or view.node in (x, *others) or not view.whole:
+        return f"used by {name} as something else than the weight, or in a part"
+    if is_call(user, *TRANSPOSED) or (is_call(user, aten.convolution.default) and others[4]):
+        return (
+            f"used by {name}: the weight of a transposed convolution is [in, out, *kernel], "
+            "so it has no rows for output channels"
+        )
+    if not is_tensor(x) or value(x).dtype not in FLOATS or len(view.axes) < 3:
+        return f"used by {name} with an activation of {value(x).dtype}"
+    return ""
 
 
 def _match_linear(user: fx.Node, view: _View) -> LinearUse | str:

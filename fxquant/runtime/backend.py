@@ -19,6 +19,7 @@ from fxquant.form import Form
 from fxquant.graph import placeholders
 from fxquant.pass_manager import trace
 from fxquant.passes import rewrite
+from fxquant.passes.weight_uses import OtherUse, weight_uses
 from fxquant.runtime.quantized_weight import QuantizedWeight
 from fxquant.runtime.state import RunState
 from fxquant.target import Target
@@ -50,8 +51,8 @@ def compile_graph(
         flat, {names[i]: form for i, form in forms.items()}, target, disable=disable, proven=True
     )
     counts = {result.name: result.rewrites for result in results}
-    state.rewritten += counts.get("quantize_linear", 0)
-    _count_floats_left(flat, state)
+    state.rewritten += counts.get("quantize_linear", 0) + counts.get("quantize_embedding", 0)
+    _count_floats(flat, state)
     trace("run_graph", flat, {"rewrites": counts})
     run = compile_inner(flat, inner)
 
@@ -67,15 +68,23 @@ def compile_graph(
     return call
 
 
-def _count_floats_left(gm: fx.GraphModule, state: RunState) -> None:
-    """Uses of a quantized weight that the rewritten graph computes with its float values."""
+def _count_floats(gm: fx.GraphModule, state: RunState) -> None:
+    """Count uses of float values: those of convolutions are as planned, others are fallbacks."""
     for node in gm.graph.find_nodes(op="call_function", target=torch.ops.fxquant.dequantize_weight.default):
         for user in node.users:
-            if state.strict:
-                raise QuantizedWeightError(
-                    f"strict: {user.target} would compute with the float values of {node.args[0]}"
-                )
-            state.fallbacks[f"{node.args[0]} in {user.target} (compiled)"] += 1
+            left = _not_convolutions(user) if node.meta["form"].kernel else [user]
+            state.rewritten += not left
+            for other in left:
+                if state.strict:
+                    raise QuantizedWeightError(
+                        f"strict: {other.target} would compute with the float values of {node.args[0]}"
+                    )
+                state.fallbacks[f"{node.args[0]} in {other.target} (compiled)"] += 1
+
+
+def _not_convolutions(floats: fx.Node) -> list[fx.Node]:
+    """Uses of the weight of a convolution that are none."""
+    return [use.node for use in weight_uses(floats) if not (isinstance(use, OtherUse) and use.conv)]
 
 
 def compile_inner(gm: fx.GraphModule, inner: str | Compiled) -> Compiled:

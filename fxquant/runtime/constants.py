@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from fxquant.checkpoint import WeightConstants
+from fxquant.checkpoint import WeightConstants, constants_in_files
 from fxquant.errors import ConfigError, QuantizedWeightError
 from fxquant.form import Form
 from fxquant.parameters import WeightGroup, owner_of, weight_groups
@@ -44,9 +44,7 @@ def constants_to_save(model: nn.Module) -> Mapping[str, WeightConstants]:
     """Every weight of a compiled model, as the writer takes it."""
     shell_of(model)
     return {
-        fqn: WeightConstants(
-            form=form, dtype=group.tensor.dtype, shape=tuple(group.tensor.shape), tensors=constants
-        )
+        fqn: constants_in_files(form, group.tensor.dtype, tuple(group.tensor.shape), constants)
         for fqn, (group, form, constants) in held_constants(model).items()
     }
 

@@ -1,4 +1,4 @@
-"""The quantized linear outside of compiled graphs: the same ops that the graphs call."""
+"""Quantized calls outside of compiled graphs: the same ops that the graphs call."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fxquant import embedding_op as _embedding_op  # noqa: F401 - registers the op
 from fxquant.form import Form
 from fxquant.numerics import block_size
 from fxquant.passes.lower_to_target import resolve
@@ -20,12 +21,11 @@ class Weight(Protocol):
     """What is needed of a quantized weight."""
 
     form: Form
-    scale: Tensor
     act_scale: Tensor | None
 
     @property
-    def parts(self) -> tuple[Tensor, ...]:
-        """The constants that hold codes."""
+    def constants(self) -> tuple[Tensor, ...]:
+        """The constants of the form."""
 
     @property
     def whole(self) -> tuple[Tensor, ...]:
@@ -47,7 +47,7 @@ def quantized_linear(x: Tensor, weight: Weight, bias: Tensor | None, kernels: Ma
     name = _kernel(kernels.get(scheme.op, ""), scheme.op, x.device.type)
     op = resolve(name)
     if name.endswith("::linear"):
-        return op(x, list(weight.parts), weight.scale, bias, str(weight.form), dtype)  # type: ignore[no-any-return]
+        return op(x, list(weight.constants), bias, str(weight.form), dtype)  # type: ignore[no-any-return]
     if scheme.act is None:
         return op(x, list(weight.whole), spec, bias)  # type: ignore[no-any-return]
     if scheme.act.static:
@@ -62,6 +62,12 @@ def quantized_linear(x: Tensor, weight: Weight, bias: Tensor | None, kernels: Ma
     return op(  # type: ignore[no-any-return]
         x_codes, x_scale, str(scheme.act), list(weight.whole), spec, x.shape[-1], bias, dtype
     )
+
+
+def quantized_embedding(indices: Tensor, weight: Weight, k: int, dtype: torch.dtype) -> Tensor:
+    """Rows ``indices`` of a quantized weight ``[N, k]``, as floats of ``dtype``."""
+    spec = str(weight.form.weight.plain)
+    return fxq.embedding_dequant(indices, list(weight.whole), spec, k, dtype)  # type: ignore[no-any-return]
 
 
 def whole_codes(parts: Sequence[Tensor], form: Form) -> Tensor:

@@ -36,9 +36,13 @@ OPTIONS = ("scheme", "config", "ignore", "inner", "release", "strict", "target")
 
 @dataclass(slots=True, kw_only=True)
 class LiveWeight:
-    """What is known of a parameter: its names, its constants and the values they were made from."""
+    """What is known of a parameter: its names, its constants and the values they were made from.
+
+    ``embeddings``: those of the names that belong to an ``nn.Embedding``.
+    """
 
     names: tuple[str, ...]
+    embeddings: tuple[str, ...] = ()
     constants: dict[Form, tuple[tuple[object, ...], tuple[Tensor, ...]]] = field(default_factory=dict)
 
 
@@ -58,8 +62,10 @@ class LiveWeights:
         new = [parameter for parameter in parameters if parameter not in self.held]
         holders = find_holders(new) if new else {}
         for parameter in new:
-            names = tuple(holder.fqn for holder in holders.get(id(parameter), ()))
-            self.held[parameter] = LiveWeight(names=names)
+            found = holders.get(id(parameter), ())
+            tables = tuple(holder.fqn for holder in found if isinstance(holder.module, nn.Embedding))
+            names = tuple(holder.fqn for holder in found)
+            self.held[parameter] = LiveWeight(names=names, embeddings=tables)
 
     def of(self, parameter: Tensor) -> LiveWeight:
         """What is known of ``parameter``, which was learned."""
@@ -118,8 +124,9 @@ class LiveGraph:
 
     def _form(self, parameter: Tensor, uses: Sequence[Use]) -> Form | None:
         assert self.config is not None
-        names = _LIVE.of(parameter).names or ("(a parameter that no module holds)",)
-        choice = self.config.choose(names)
+        known = _LIVE.of(parameter)
+        names = known.names or ("(a parameter that no module holds)",)
+        choice = self.config.choose(names, known.embeddings)
         decision = choose_form(uses, parameter.shape, parameter.dtype, choice, self.target)
         if decision.form is None:
             log.info("%s stays float: %s", names[0], decision.reason)
@@ -202,11 +209,13 @@ def _config(settings: Mapping[str, Any], quantized: bool) -> QuantConfig | None:
 
 
 def _parameters(inputs: Sequence[Any]) -> dict[int, Tensor]:
-    """The float matrices among a graph's inputs that are parameters, by position."""
+    """The float matrices and kernels among a graph's inputs that are parameters, by position."""
     return {
         i: given
         for i, given in enumerate(inputs)
-        if isinstance(given, nn.Parameter) and not isinstance(given, QuantizedWeight) and given.dim() == 2
+        if isinstance(given, nn.Parameter)
+        and not isinstance(given, QuantizedWeight)
+        and 2 <= given.dim() <= 5
     }
 
 

@@ -22,7 +22,8 @@ from typing_extensions import Self
 from fxquant import numerics
 from fxquant.errors import QuantizedWeightError
 from fxquant.form import Form
-from fxquant.runtime.eager import quantized_linear, whole_codes
+from fxquant.held import derive, hold, unhold
+from fxquant.runtime.eager import quantized_embedding, quantized_linear, whole_codes
 from fxquant.runtime.read_only import check_not_written, frozen
 from fxquant.runtime.state import RunState
 
@@ -57,8 +58,7 @@ class QuantizedWeight(Tensor):
         state: RunState | None = None,  # noqa: ARG004 - for __init__
     ) -> Self:
         """A wrapper of the float weight's shape over ``constants``, in the order of the form."""
-        n, k = whole_shape(constants, form)
-        shape = (k, n) if form.transposed else (n, k)
+        shape = form.own_shape(*whole_shape(constants, form))
         return Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=constants[0].device, requires_grad=False
         )
@@ -92,9 +92,10 @@ class QuantizedWeight(Tensor):
 
     @property
     def whole(self) -> tuple[Tensor, ...]:
-        """The constants of the weight alone, with its codes in one part, in the order of its spec."""
+        """The constants of the weight alone, as its scheme has them, with its codes in one part."""
         names = self.form.weight.names[1:]
-        return (self.whole_codes(), *(getattr(self, name) for name in names))
+        codes = unhold(self.form, "codes", self.whole_codes())
+        return (codes, *(unhold(self.form, name, getattr(self, name)) for name in names))
 
     def dequantize(self) -> Tensor:
         """A plain float tensor of the claimed shape and dtype: what the codes stand for."""
@@ -102,7 +103,7 @@ class QuantizedWeight(Tensor):
         floats = numerics.dequantize_weight(self.whole, self.form.weight, k, self.dtype)
         if self.form.rotated:
             floats = numerics.hadamard(floats, numerics.block_size(k)).to(self.dtype)
-        return floats.t() if self.form.transposed else floats
+        return self.form.as_parameter(floats)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, torch.dtype]]:
         return list(self.form.constants), (str(self.form), self.dtype)
@@ -182,8 +183,6 @@ def _function(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, An
     """A torch function outside of compiled graphs."""
     if func is F.linear and _takes_codes(*args, **kwargs):
         return _linear(*args, **kwargs)
-    if func is F.embedding and _has_table(args, kwargs):
-        return _embedding(args, kwargs)
     _refuse(func, args)
     return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
 
@@ -191,6 +190,8 @@ def _function(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, An
 @_disable_dynamo
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An ATen op on quantized weights."""
+    if func is aten.convolution.default and _convolves(*args):
+        return _convolution(*args)
     handler = HANDLERS.get(func)
     if handler is not None and isinstance(args[0], QuantizedWeight):
         return handler(func, *args, **kwargs)
@@ -216,6 +217,7 @@ def _takes_codes(input: Any, weight: Any, bias: Any = None) -> bool:  # noqa: A0
         and not isinstance(bias, QuantizedWeight)
         and not weight.form.transposed
         and not weight.form.host
+        and not weight.form.kernel
         and input.dtype in (torch.float32, torch.bfloat16, torch.float16)
     )
 
@@ -227,18 +229,6 @@ def _linear(input: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) 
         )
     weight.state.eager_linears += 1
     return quantized_linear(input, weight, bias, weight.state.kernels)
-
-
-def _has_table(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    weight = args[1] if len(args) > 1 else kwargs.get("weight")
-    return isinstance(weight, QuantizedWeight) and weight.table is not None
-
-
-def _embedding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An exact look-up in the float table."""
-    if len(args) > 1:
-        return F.embedding(args[0], args[1].table, *args[2:], **kwargs)
-    return F.embedding(*args, **{**kwargs, "weight": kwargs["weight"].table})
 
 
 _STORAGE = (Tensor.untyped_storage, Tensor.data_ptr, Tensor.numpy, Tensor.storage)
@@ -332,7 +322,9 @@ def _copy_(func: Any, weight: QuantizedWeight, source: Tensor, non_blocking: boo
         floats = source.dequantize() if isinstance(source, QuantizedWeight) else source
         values = floats.to(weight.dtype)
         made = {"value": values} if weight.form.host else quantize_values(values, weight.form)
-        parts = tuple(made.get(name, getattr(weight, name)) for name in weight.form.constants)
+        made |= {name: getattr(weight, name) for name in weight.form.given}
+        made |= {name: derive(weight.form, name, made) for name in weight.form.derived}
+        parts = tuple(made[name] for name in weight.form.constants)
     for kept, new in zip(weight.constants, parts, strict=True):
         kept.copy_(new, non_blocking)
     return weight
@@ -340,23 +332,42 @@ def _copy_(func: Any, weight: QuantizedWeight, source: Tensor, non_blocking: boo
 
 def quantize_values(values: Tensor, form: Form) -> dict[str, Tensor]:
     """The constants of ``form`` for float ``values`` in the parameter's layout, but what was given."""
-    rows = values.t() if form.transposed else values
+    rows = form.as_matrix(values)
     rows = numerics.hadamard(rows.detach(), numerics.block_size(rows.shape[1])) if form.rotated else rows
     codes, *beside = numerics.quantize_weight(rows.detach(), form.weight)
     parts = [codes[region] for region in form.code_regions(*rows.shape)]
     parts = [part.t().contiguous() if form.kn else part.contiguous() for part in parts]
     found = dict(zip(form.codes, parts, strict=True))
     found |= dict(zip(form.weight.names[1:], beside, strict=True))
+    found = {name: hold(form, name, part) for name, part in found.items()}
     return {**found, "table": values.detach().clone()} if form.table else found
 
 
 def whole_shape(constants: tuple[Tensor, ...], form: Form) -> tuple[int, int]:
     """N and K of the codes that ``constants`` hold."""
-    width = max(len(form.parts_k), 1)
-    codes = constants[: len(form.codes)]
-    n_axis, k_axis = (1, 0) if form.kn else (0, 1)
-    columns = sum(part.shape[k_axis] for part in codes[:width])
-    return sum(part.shape[n_axis] for part in codes[::width]), form.features(columns)
+    return form.whole_size([part.shape for part in constants[: len(form.codes)]])
+
+
+def _lookup(func: Any, weight: QuantizedWeight, indices: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Rows of the exact table, or of the codes."""
+    if weight.table is not None:
+        return func(weight.table, indices, *args, **kwargs)
+    if weight.form.host or weight.form.kernel or weight.form.transposed:
+        return _with_floats(func, (weight, indices, *args), kwargs)
+    weight.state.eager_linears += not _is_traced(weight)
+    return quantized_embedding(indices, weight, weight.shape[1], weight.dtype)
+
+
+def _convolves(x: Any, weight: Any, bias: Any, *args: Any) -> bool:
+    """Whether it is a convolution, not a transposed one, with a weight that was quantized for one."""
+    others = isinstance(x, QuantizedWeight) or isinstance(bias, QuantizedWeight)
+    return isinstance(weight, QuantizedWeight) and bool(weight.form.kernel) and not others and not args[3]
+
+
+def _convolution(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, *args: Any) -> Any:
+    """With the float values of its weight, as in the graphs."""
+    weight.state.eager_linears += not _is_traced(weight)
+    return aten.convolution.default(x, weight.dequantize(), bias, *args)
 
 
 def _no_storage(func: Any, *args: Any, **kwargs: Any) -> NoReturn:
@@ -370,6 +381,7 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     aten._to_copy.default: _to_copy,
     aten.empty_like.default: _empty_like,
     aten.copy_.default: _copy_,
+    aten.embedding.default: _lookup,
     aten.set_.source_Storage: _no_storage,
 }
 """Ops that a quantized weight answers with another quantized weight, or in its own way."""

@@ -11,8 +11,8 @@ from typing import cast
 class RunState:
     """Counts for one model.
 
-    ``graphs`` compiled graphs by frame; ``rewritten`` linear ops rewritten in them;
-    ``eager_linears`` quantized linear calls outside compiled graphs (same arithmetic);
+    ``graphs`` compiled graphs by frame; ``rewritten`` products, look-ups and convolutions with codes in them;
+    ``eager_linears`` quantized calls outside compiled graphs (same arithmetic);
     ``fallbacks`` uses that computed with float values of a quantized weight, by weight and op;
     ``unnormalized`` graphs that run without rewriting, with the reason (they call the eager ops);
     ``kernels`` for dialect ops, those that the plan chose for calls outside of graphs.

@@ -71,6 +71,15 @@ def int_mm_fault() -> str | None:
     return None
 
 
+_FLOATS = {
+    op: Kernel(op=op, reason=reason)
+    for op, reason in (
+        ("fxquant::embedding_dequant", "reference: rows of codes gathered, then made floats"),
+        ("fxquant::dequantize_weight", "reference: a layer's floats, then the float convolution"),
+    )
+}
+
+
 @functools.cache
 def cpu_target() -> Target:
     """The table of this machine's CPU, after the self-test."""
@@ -82,7 +91,7 @@ def cpu_target() -> Target:
     return Target(
         name="cpu",
         device_type="cpu",
-        kernels={scheme.op: cpu_kernel(scheme) for scheme in schemes},
+        kernels={scheme.op: cpu_kernel(scheme) for scheme in schemes} | _FLOATS,
         limits=(limit,),
         choose=cpu_kernel,
     )

@@ -19,6 +19,7 @@ from fxquant.output_cuts import cuts_of
 from fxquant.scheme import SCHEMES, Scheme
 from fxquant.target import Kernel, Layout, Refusal, Target
 from fxquant.targets.npu_chip import NpuChip, choose_chip, parse_chip
+from fxquant.targets.npu_dialect import Dialect
 from fxquant.targets.npu_eager import compute_dtype  # and registers the op for calls outside of graphs
 from fxquant.targets.npu_lowering import (
     Rows,
@@ -28,6 +29,7 @@ from fxquant.targets.npu_lowering import (
     lower_scaled_mm,
 )
 from fxquant.targets.npu_schemas import ensure_schemas, planning_for
+from fxquant.targets.npu_schemes import WEIGHT_ONLY, Question, arrange_scheme, chips_of, taken_dtypes
 from fxquant.targets.npu_wide import MATMUL, POLICIES, Policy, WideDecision, decide, in_nz
 
 aten = torch.ops.aten
@@ -35,6 +37,7 @@ fxq = torch.ops.fxquant
 
 ACT = "fxquant::quantize_act"
 MM = "fxquant::scaled_mm"
+AS_BF16 = "computed in bfloat16, the NPU's quantized ops take no float32"
 
 
 def npu_target(target: object = None, *, wide: str = "auto", weight_format: str = "nd") -> Target:
@@ -51,13 +54,18 @@ def npu_target(target: object = None, *, wide: str = "auto", weight_format: str 
     matmul = npu_kernel(SCHEMES["int8"], chip)
     assert isinstance(matmul, Kernel)
     op = matmul.op
+    kernels = {
+        ACT: Kernel(op=op if chip.family == "310P" else "npu::npu_dynamic_quant", reason=_why(chip)),
+        MM: matmul,
+    }
+    for scheme in SCHEMES.values():
+        found = npu_kernel(scheme, chip)
+        if isinstance(found, Kernel):
+            kernels.setdefault(scheme.op, found)
     return Target(
         name=str(chip),
         device_type="npu",
-        kernels={
-            ACT: Kernel(op=op if chip.family == "310P" else "npu::npu_dynamic_quant", reason=_why(chip)),
-            MM: matmul,
-        },
+        kernels=kernels,
         limits=(),
         choose=functools.partial(npu_kernel, chip=chip),
         arrange=functools.partial(arrange, chip=chip, policy=policy, nz=weight_format == "nz"),
@@ -71,15 +79,30 @@ def _why(chip: NpuChip) -> str:
 
 def npu_kernel(scheme: Scheme, chip: NpuChip) -> Kernel | Refusal:
     """What multiplies with weights of ``scheme`` on ``chip``, or why nothing does."""
+    if scheme.weight is None:
+        return Refusal(reason="no codes, so no op that multiplies with them")
     if scheme.name != "int8":
-        return Refusal(reason=f"scheme {scheme.name} is not lowered to the NPU yet")
+        return _other_kernel(scheme, chip)
     op = "npu::npu_quant_matmul_dequant" if chip.family == "310P" else "npu::npu_quant_matmul"
     return Kernel(op=op, reason=_why(chip), eager="fxquant_npu::linear")
 
 
+def _other_kernel(scheme: Scheme, chip: NpuChip) -> Kernel | Refusal:
+    """The same for schemes other than dynamic int8: the table is asked with a weight of a plain size."""
+    taken = taken_dtypes(scheme, chip)
+    dtypes = [str(dtype).removeprefix("torch.") for dtype, refusal in taken.items() if refusal is None]
+    if not dtypes:
+        refused = [refusal for refusal in taken.values() if refusal is not None][-1]
+        others = chips_of(scheme)
+        return Refusal(reason=f"needs {' or '.join(others)}: {refused.reason}") if others else refused
+    note = "" if len(dtypes) == len(taken) else f"{', '.join(dtypes)} alone; "
+    op = MATMUL if scheme.act is not None else WEIGHT_ONLY
+    return Kernel(op=f"npu::{op}", reason=f"{note}{_why(chip)}", eager="fxquant_npu::linear")
+
+
 def arrange(
     *,
-    scheme: Scheme,  # noqa: ARG001 - all that are admitted lie the same way
+    scheme: Scheme,
     n: int,
     k: int,
     dtype: object,
@@ -90,6 +113,12 @@ def arrange(
     nz: bool = False,
 ) -> Layout | Refusal:
     """How the codes of a weight ``[n, k]`` lie on ``chip``; ``nz``: in FRACTAL_NZ where that is taken."""
+    if scheme.name != "int8":
+        asked = Question(scheme=scheme, n=n, k=k, dtype=compute_dtype(dtype), bias=bias)
+        layout = arrange_scheme(asked, cuts=cuts, chip=chip, policy=policy, nz=nz)
+        if isinstance(layout, Refusal) or layout.host or dtype is not torch.float32:
+            return layout
+        return replace(layout, reason="; ".join(part for part in (layout.reason, AS_BF16) if part))
     decision = decide(n, k, chip=chip, policy=policy, dtype=compute_dtype(dtype), cuts=cuts, bias_dtype=bias)
     if nz:
         decision = in_nz(decision, chip, bias=bias is not None)
@@ -100,7 +129,7 @@ def arrange(
     reasons = [] if decision.kind == "as is" else [f"{decision.kind}: {decision.reason}"]
     reasons += [decision.format_reason] if decision.format_reason else []
     if dtype is torch.float32:
-        reasons.append("computed in bfloat16, the NPU's quantized ops take no float32")
+        reasons.append(AS_BF16)
     return Layout(
         kn=decision.layout == "kn",
         nz=decision.nz,
@@ -116,11 +145,24 @@ def lower(gm: fx.GraphModule, proven: bool = False, *, chip: NpuChip, policy: Po
     ensure_schemas()  # an unpickled model's process may have planned nothing
     rows, count = Rows(proven=proven), 0
     with planning_for(chip):
+        others = Dialect(gm=gm, rows=rows, chip=chip)
+        for node in gm.graph.find_nodes(op="call_function", target=fxq.weight_only_mm.default):
+            others.weight_only(node)
+            count += 1
+        for node in gm.graph.find_nodes(op="call_function", target=fxq.block_mm.default):
+            others.block(node)
+            count += 1
         for node in gm.graph.find_nodes(op="call_function", target=fxq.scaled_mm.default):
+            if others.scaled(node):
+                count += 1
+                continue
             decision = _decision(node, chip, policy)
             lower_scaled_mm(gm, node, _parts(gm, node, decision), decision, rows)
             count += 1
+        count += len(others.made)
         for node in gm.graph.find_nodes(op="call_function", target=fxq.quantize_act.default):
+            if node in others.made:
+                continue
             for item in [user for user in node.users if not user.users]:  # npu_quant_matmul_dequant's
                 gm.graph.erase_node(item)
             if not node.users:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxquant.form import Form
+from fxquant.form import HELD, Form
 from fxquant.numerics import INT32_K
 from fxquant.ops import no_gradient
+from fxquant.scheme import QuantSpec
+from fxquant.target import Refusal
+from fxquant.targets.npu_build import AtOnce, joined
 from fxquant.targets.npu_chip import choose_chip
 from fxquant.targets.npu_lowering import bounds
+from fxquant.targets.npu_products import PRODUCTS, Part, quantized, static, static_codes, weight_only
+from fxquant.targets.npu_schemes import family_of
 from fxquant.targets.npu_wide import DEQUANT, decide
 
 fxq = torch.ops.fxquant
@@ -24,37 +30,85 @@ def compute_dtype(dtype: object) -> torch.dtype:
 
 @torch.library.custom_op("fxquant_npu::linear", mutates_args=())
 def linear(
-    x: Tensor,
-    codes: Sequence[Tensor],
-    scale: Tensor,
-    bias: Tensor | None,
-    form: str,
-    out_dtype: torch.dtype,
+    x: Tensor, constants: Sequence[Tensor], bias: Tensor | None, form: str, out_dtype: torch.dtype
 ) -> Tensor:
-    """``x [..., K]`` times int8 codes in the parts of ``form``, scale ``[N, 1]``, bias ``[N]`` or none."""
+    """``x [..., K]`` times the weight whose constants of ``form`` these are, plus bias ``[N]`` or none."""
     made = Form.parse(form)
-    n, k = scale.shape[0], x.shape[-1]
+    named = dict(zip(made.constants, constants, strict=True))
+    n, _ = made.whole_size([part.shape for part in constants[: len(made.codes)]])
     shape = (*x.shape[:-1], n)
     if x.numel() == 0:
         return x.new_zeros(shape, dtype=out_dtype)
-    rows = x.reshape(-1, k).to(compute_dtype(x.dtype))
+    rows = x.reshape(-1, x.shape[-1])
+    multiply = _int8 if made.scheme == "int8" else _scheme
+    return multiply(rows, made, named, bias, out_dtype).to(out_dtype).reshape(shape)
+
+
+def _int8(
+    x: Tensor, form: Form, named: Mapping[str, Tensor], bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """Int8 codes, activations quantized by token."""
+    codes, scale = [named[name] for name in form.codes], named["scale"]
+    n, k = scale.shape[0], x.shape[-1]
+    rows = x.to(compute_dtype(x.dtype))
     chip = choose_chip(None)
     if chip.family == "310P":
         dequant = decide(n, k, chip=chip, dtype=rows.dtype).op == DEQUANT
-        out = _dequant(rows, codes[0], scale, bias) if dequant else _reference(rows, codes[0], scale, bias)
-        return out.to(out_dtype).reshape(shape)
+        return _dequant(rows, codes[0], scale, bias) if dequant else _reference(rows, codes[0], scale, bias)
     row_codes, token = torch.ops.npu.npu_dynamic_quant(rows)
-    width = max(len(made.parts_k), 1)
+    width = max(len(form.parts_k), 1)
     outs = []
-    for i, (start, stop) in enumerate(bounds(made.parts_n or (n,))):
-        parts = [part if made.kn else part.t() for part in codes[i * width : (i + 1) * width]]
+    for i, (start, stop) in enumerate(bounds(form.parts_n or (n,))):
+        parts = [part if form.kn else part.t() for part in codes[i * width : (i + 1) * width]]
         part_scale, part_bias = scale[start:stop, 0], None if bias is None else bias[start:stop]
         if width == 1:
             outs.append(_matmul(row_codes, token, parts[0], part_scale, part_bias, compute_dtype(out_dtype)))
         else:
             outs.append(_sums(row_codes, token, parts, part_scale, part_bias))
-    out = outs[0] if len(outs) == 1 else torch.cat(outs, -1)
-    return out.to(out_dtype).reshape(shape)
+    return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
+
+
+def _scheme(
+    x: Tensor, form: Form, named: Mapping[str, Tensor], bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """The other schemes: the calls that ``npu_dialect`` writes into graphs."""
+    scheme, b = form.quantized_as, AtOnce()
+    family = family_of(scheme)
+    assert not isinstance(family, Refusal), family.reason  # refused when planning
+    spec, k = form.weight, x.shape[-1]
+    n, _ = form.whole_size([named[name].shape for name in form.codes])
+    dtype = HELD[form.held] if form.held else compute_dtype(out_dtype)
+    if family == "weight only":
+        act: tuple[Tensor, Any] = (x.to(dtype), None)
+    elif family == "static":
+        act = (static_codes(b, x, named["act_scales"]), None)
+    else:
+        act = quantized(b, x if family.startswith("mx") else x.to(dtype), family)
+    outs = []
+    for (start, stop), codes in zip(bounds(form.parts_n or (n,)), form.codes, strict=True):
+        rows = slice(start, stop)
+        part = Part(
+            codes=named[codes],
+            kn=form.kn,
+            scale=_rows(named["scale"], rows, spec),
+            zero=_rows(named["zero"], rows, spec) if spec.zero else None,
+            deq_scale=named["deq_scale"][rows] if family == "static" else None,
+            act_scale=named.get("act_scale"),
+            bias=None if bias is None else bias[rows],
+        )
+        if family == "weight only":
+            outs.append(weight_only(b, act[0], part, spec, k))
+        elif family == "static":
+            outs.append(static(b, act[0], part, dtype))
+        else:
+            outs.append(PRODUCTS[family](b, act[0], act[1], part, dtype))
+    return joined(b, outs)  # type: ignore[no-any-return]
+
+
+def _rows(parameter: Tensor, rows: slice, spec: QuantSpec) -> Tensor:
+    """The scales of some rows of the weight."""
+    height = spec.block[0]
+    return parameter[rows.start // height : -(-rows.stop // height)] if height else parameter
 
 
 def _matmul(
@@ -98,13 +152,14 @@ def _reference(rows: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) 
 
 def _fake(
     x: Tensor,
-    codes: Sequence[Tensor],  # noqa: ARG001 - as in the op
-    scale: Tensor,
-    bias: Tensor | None,  # noqa: ARG001
-    form: str,  # noqa: ARG001
+    constants: Sequence[Tensor],
+    bias: Tensor | None,  # noqa: ARG001 - as in the op
+    form: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    return x.new_empty((*x.shape[:-1], scale.shape[0]), dtype=out_dtype)
+    made = Form.parse(form)
+    n, _ = made.whole_size([part.shape for part in constants[: len(made.codes)]])
+    return x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
 
 
 linear.register_fake(_fake)

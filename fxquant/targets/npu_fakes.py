@@ -64,8 +64,9 @@ def quant_matmul(
 ) -> Tensor:
     """``[..., m, k] x [..., k, n] -> [..., m, n]`` (M:4480)."""
     op = "npu_quant_matmul"
-    known = x1_dtype is None and x2_dtype is None and y_scale is None
-    _require(op, known, "no fake for x1_dtype, x2_dtype and y_scale")
+    plain = x1_dtype is None and x2_dtype is None
+    fp4 = (x1_dtype, x2_dtype) == (FP4[0], FP4[0]) and x2.stride(-2) == 1  # the shapes are those of bytes
+    _require(op, (plain or fp4) and y_scale is None, "a fake is there for fp4 times transposed fp4 alone")
     _require(
         op, {scale_dtype, pertoken_scale_dtype} <= {None, E8M0}, "scale dtypes are float8_e8m0fnu or none"
     )

@@ -34,6 +34,7 @@ GUARDED = (
     "npu_weight_quant_batchmatmul",
     "npu_quantize",
     "npu_dynamic_mx_quant",
+    "npu_dynamic_block_quant",
     "npu_grouped_matmul",
 )
 """The ops that have a form for rows whose number may be zero."""

@@ -182,6 +182,15 @@ QUANT_MATMUL: tuple[Row, ...] = (
                     "scale_dtype": ("float8_e8m0fnu",), "pertoken_scale_dtype": ("float8_e8m0fnu",)},
     ),
     Row(
+        op="npu_quant_matmul", chips=("950",), source=_V5, where=("K % 2",),
+        operands={"x1": "uint8 [M, K/2] nd", "x2": "uint8 [K/2, N] t",
+                  "scale": "uint8|float8_e8m0fnu [ceil(K/64), N, 2] any",
+                  "pertoken_scale": "uint8|float8_e8m0fnu [M, ceil(K/64), 2]", "bias": "?float32 [N]"},
+        attributes={"output_dtype": _FP8_OUT, "group_sizes": ((1, 1, 32),),
+                    "x1_dtype": ("float4_e2m1fn_x2",), "x2_dtype": ("float4_e2m1fn_x2",),
+                    "scale_dtype": ("float8_e8m0fnu",), "pertoken_scale_dtype": ("float8_e8m0fnu",)},
+    ),
+    Row(
         op="npu_quant_matmul", chips=("950",), source=_V5,
         operands={**_FP8, "scale": "float32 [ceil(K/128), ceil(N/128)] any",
                   "pertoken_scale": "float32 [M, ceil(K/128)] any"},

@@ -160,7 +160,7 @@ function factsSection(data) {
   const run = report ? [
     ["graphs", `${Object.values(report.graphs).reduce((sum, compiled) => sum + compiled, 0)} over ${Object.keys(report.graphs).length} frames`],
     ["recompiles", simple("", report.recompiles)],
-    ["linears rewritten", simple("", report.rewritten)],
+    ["uses rewritten", simple("", report.rewritten)],
     ["quantized calls outside of graphs", simple("", report.eager)],
     ["fallbacks", simple("", report.fallbacks)],
   ] : [];

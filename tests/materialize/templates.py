@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, fx
 
 from fxquant.checkpoint import FileCheckpoint
+from fxquant.form import Form
 from fxquant.graph import placeholders
 from fxquant.materialize import tiling as tilings
 from fxquant.materialize.demand import results_of
@@ -20,7 +21,6 @@ from fxquant.materialize.row_rules import WHOLE
 from fxquant.materialize.tiles import ReadPart, Tile, Tiling
 from fxquant.materialize.tiling import make_tiling
 from fxquant.numerics import same_values
-from fxquant.form import Form
 
 Convert = Callable[..., Tensor]
 INT8, INT8_T = Form(scheme="int8"), Form(scheme="int8", transposed=True)

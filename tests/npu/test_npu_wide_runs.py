@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import fxquant
-from fxquant.numerics import quantize_weight
 from fxquant.form import Form
+from fxquant.numerics import quantize_weight
 from fxquant.scheme import QuantSpec
 
 CHIPS = {"A2": "Ascend910B2", "A3": "Ascend910_9391", "950": "Ascend950PR_9579", "310P": "Ascend310P3"}
