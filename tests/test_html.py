@@ -304,7 +304,7 @@ def test_a_fragment_sets_search_order_filter_and_theme(dump: Dump) -> None:
     assert names_of(dom) == [weight.fqn for weight in wanted]
     assert 'data-theme="dark"' in dom
     assert re.search(r'data-key="resident" aria-sort="descending"', dom)
-    assert dom.count('aria-sort="none"') == 9
+    assert dom.count('aria-sort="none"') == 11
     assert f">{len(wanted)} of {len(plan.weights)}</output>" in dom
 
 

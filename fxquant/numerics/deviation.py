@@ -101,6 +101,11 @@ def _scale(values_SK: Tensor, spec: QuantSpec, scales: _Scales) -> None:
     if k % side:
         apply_(values_SK, replace(spec, block=(1, spec.block[1])), *scales)
         return
+    if side == k:
+        if scales.zero is not None:
+            values_SK.sub_(scales.zero)
+        values_SK.mul_(scales.scale)
+        return
     blocks = values_SK.view(-1, k // side, side)
     if scales.zero is not None:
         blocks.sub_(scales.zero[:, :, None])
