@@ -143,8 +143,11 @@ class Errors:
         found = {}
         weights = {r.fqn: w for r in self.recipes if (w := self.weights[r.template]) and r.fqn in by_name}
         told = _told({r.fqn: (weights[r.fqn].spec, constants(r)) for r in self.recipes if r.fqn in weights})
+        rounded = {r.fqn for r in self.recipes if r.held is not None and r.held.act is None}
         for fqn, weight in weights.items():
-            found[fqn] = _made(weight, by_name[fqn], *told.get(fqn, (None, None)))
+            maximum, zeros = told.get(fqn, (None, None))
+            # Scales that are held in half precision do not tell the maximum exactly.
+            found[fqn] = _made(weight, by_name[fqn], None if fqn in rounded else maximum, zeros)
         return found
 
 

@@ -86,6 +86,10 @@ def test_every_source_gives_the_same_constants(npu, state, tmp_path: Path, schem
     expected = held(model)
     assert same(held(compiled(state, scheme)), expected)
     assert same(held(compiled(iter(state.items()), scheme)), expected)
+    found, on_cpu = fxquant.report(model).errors, fxquant.report(compiled(path, scheme, backend="cpu")).errors
+    for name, error in found.items():
+        assert error.relative == pytest.approx(on_cpu[name].relative, rel=1e-5)
+        assert error.maximum_is_exact == (on_cpu[name].maximum_is_exact and scheme == "int8_static")
     dummy = held(compiled(None, scheme, weights="dummy"))
     shapes = {name: [(p.shape, p.dtype) for p in parts] for name, parts in expected.items()}
     assert {name: [(p.shape, p.dtype) for p in parts] for name, parts in dummy.items()} == shapes
