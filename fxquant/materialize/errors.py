@@ -101,6 +101,11 @@ class Errors:
         """Bytes on the device."""
         return 0 if self.there is None else self.there.nbytes
 
+    def clear(self) -> None:
+        """Give everything back."""
+        self.sums.clear()
+        self.there = None
+
     def compare(self, job: Job, source: Tensor, parts: Sequence[Any], scratch: Tensor) -> None:
         """Compare rows of what a tile was made of with what was written."""
         where = job.tile.outs[0][1]

@@ -148,6 +148,7 @@ class Load:
                 yield
         except BaseException as error:
             self.store.clear()
+            self.errors.clear()
             forget_locals(error)
             give_back()
             raise
