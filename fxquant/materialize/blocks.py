@@ -37,6 +37,7 @@ class Blocks:
     def __init__(self, device: str) -> None:
         self.padding = PADDING.get(device, 0)
         self.expandable = uses_expandable_segments(device)
+        self.allocated = 0
         self._free: dict[bool, list[int]] = {True: [], False: []}
 
     def take(self, size: int) -> int:
@@ -44,10 +45,13 @@ class Blocks:
         if not size:
             return 0
         wanted = max(1, -(-(size + self.padding) // ROUNDING)) * ROUNDING
-        return wanted if self.expandable else self._block(wanted)
+        block = wanted if self.expandable else self._block(wanted)
+        self.allocated += block
+        return block
 
     def give_back(self, block: int) -> None:
         """Take back a block that ``take`` gave."""
+        self.allocated -= block
         if block and not self.expandable:
             bisect.insort(self._free[block <= SMALL], block)
 
