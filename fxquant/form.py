@@ -215,6 +215,11 @@ class Form:
         )
 
 
+def form_in_files(form: Form | None) -> Form | None:
+    """The form as files have it; None is a weight that stays float."""
+    return None if form is None else form.in_files
+
+
 HELD = {"bf16": torch.bfloat16, "f16": torch.float16}
 """What ``Form.held`` may be."""
 

@@ -21,6 +21,7 @@ from fxquant.checkpoint import (
     constants_in_files,
 )
 from fxquant.errors import CheckpointFileError, ConfigError, FxquantError
+from fxquant.form import form_in_files
 from fxquant.loading import add_recipe, schedule_for
 from fxquant.materialize.dummy import dummy_constants
 from fxquant.materialize.execute import Loaded, materialize
@@ -103,7 +104,7 @@ def _plan_stored(planned: Planned, stored: ConstantsCheckpoint) -> tuple[LoadGra
     for group in planned.groups:
         entry = stored.weights.get(group.fqn)
         form = planned.forms.get(group.fqn)
-        if entry is None or entry.form != (None if form is None else form.in_files):
+        if entry is None or entry.form != form_in_files(form):
             raise CheckpointFileError(
                 f"{stored.location} holds {group.fqn} as {entry.form if entry else None}, planned is {form}"
             )

@@ -20,7 +20,7 @@ from fxquant.checkpoint import (
     resolve_keys,
 )
 from fxquant.errors import ConfigError, WeightMismatchError
-from fxquant.form import Form
+from fxquant.form import form_in_files
 from fxquant.loading import LoadOptions, add_recipe, schedule_for
 from fxquant.materialize.execute import Loaded, materialize
 from fxquant.materialize.progress import choose_progress
@@ -95,17 +95,13 @@ def _load_graph(
         if isinstance(checkpoint, ConstantsCheckpoint):
             stored = find_stored(group, checkpoint)
             assert stored is not None
-            if _in_file(stored.form) != _in_file(form):
+            if form_in_files(stored.form) != form_in_files(form):
                 raise WeightMismatchError(
                     f"{checkpoint.location}: {fqn} is stored as {stored.form or 'float'}, the model holds it "
                     f"as {form or 'float'}; reload a folder that was saved with the same forms"
                 )
         add_recipe(graph, group, entry, checkpoint, form)
     return graph
-
-
-def _in_file(form: Form | None) -> Form | None:
-    return None if form is None else form.in_files
 
 
 def _keys(model: nn.Module, held: Held, checkpoint: Checkpoint, key_map: KeyMapping | None) -> KeyMap:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from benchmarks.measured import Measured
 
 FLOAT = "float"
 """The case that everything is compared with."""
@@ -12,7 +13,7 @@ SMOLLM2, MINILM = "smollm2", "minilm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class Record(Measured):
     """One case on one model. `reason` says why there are no numbers, `note` what to know about them.
 
     `sqnr` in decibels is the mean over the `quantized` of all `layers`.
@@ -30,16 +31,6 @@ class Record:
     layers: int | None = None
     build_s: float | None = None
     score_s: float | None = None
-
-    @staticmethod
-    def known(data: Mapping[str, Any]) -> dict[str, Any]:
-        """The part of `data` that a record has fields for."""
-        names = {field.name for field in fields(Record)}
-        return {key: value for key, value in data.items() if key in names}
-
-    def to_dict(self) -> dict[str, Any]:
-        """What was measured, without what was not."""
-        return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 class Results:

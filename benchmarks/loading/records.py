@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from benchmarks.measured import Measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class Record(Measured):
     """One run. Seconds and MiB; memory is over what the process held before the load.
 
     `load_s` is the load that is judged: for fxquant materialization, for all others the whole.
@@ -40,16 +41,6 @@ class Record:
     checked: int | None = None
     wrong: int | None = None
     samples: int | None = None
-
-    @staticmethod
-    def known(data: Mapping[str, Any]) -> dict[str, Any]:
-        """The part of `data` that a record has fields for."""
-        names = {field.name for field in fields(Record)}
-        return {key: value for key, value in data.items() if key in names}
-
-    def to_dict(self) -> dict[str, Any]:
-        """What was measured, without what was not."""
-        return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 class Results:

@@ -39,7 +39,7 @@ from fxquant.checkpoint.files import OS_FILES, Files
 from fxquant.checkpoint.header import DTYPES, MAX_HEADER_BYTES, load_json, short
 from fxquant.checkpoint.pieces import pieces_of
 from fxquant.errors import CheckpointFileError, ConfigError
-from fxquant.form import Form
+from fxquant.form import Form, form_in_files
 from fxquant.held import FLIP, flipped, unhold
 
 SHARD_BYTES = 4 * 2**30
@@ -73,9 +73,7 @@ def constants_in_files(
 ) -> WeightConstants:
     """A weight to be written, from its constants: as its scheme has them, whatever a device holds."""
     if form is None or not form.held:
-        return WeightConstants(
-            form=None if form is None else form.in_files, dtype=dtype, shape=shape, tensors=tuple(constants)
-        )
+        return WeightConstants(form=form_in_files(form), dtype=dtype, shape=shape, tensors=tuple(constants))
     stored = tuple(
         part if name in form.codes else unhold(form, name, part)  # codes are turned while they are written
         for name, part in zip(form.constants, constants, strict=True)
