@@ -6,6 +6,7 @@ one entry per target.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -147,6 +148,7 @@ class QuantSpec:
         return f"{self.codes}[{rows},{k}]{scale}{'zp' if self.zero else ''}{when}{refine}"
 
     @staticmethod
+    @functools.cache  # every call of an op has its spec as text
     def parse(text: str) -> QuantSpec:
         """The inverse of ``str``."""
         match = _SPEC.fullmatch(text)
