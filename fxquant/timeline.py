@@ -11,8 +11,9 @@ class Moment:
     """Memory once ``read_bytes`` bytes of the checkpoint have been read.
 
     ``memory``: bytes of weights, constants and load buffers that are alive, by device type.
-    Measured moments also have ``seconds`` since the load began and ``anonymous``, the process's
-    anonymous resident memory in bytes over what it was then (None where the system does not tell).
+    Measured moments also have ``seconds`` since the load began and ``anonymous``, the most anonymous
+    resident memory in bytes that the process was seen to have since the moment before, over what it had
+    when the load began (None where the system does not tell).
     """
 
     read_bytes: int

@@ -353,7 +353,7 @@ class Load:
         if not force and seconds - self.sampled < SAMPLE_SECONDS:
             return
         self.sampled = seconds
-        now = anonymous_bytes()
+        now = self.account.recent_process()
         anonymous = None if now is None or self.base is None else now - self.base
         self.moments.append(
             Moment(

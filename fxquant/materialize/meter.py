@@ -13,6 +13,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+LARGE_BYTES = 4 << 20
+"""When so much is freed at once, the process's memory is looked at first: a peak may lie there."""
+
 
 class Account:
     """Bytes that are alive, by device type, now and at most. Safe to use from several threads."""
@@ -21,6 +24,7 @@ class Account:
         self.now: dict[str, int] = {}
         self.peak: dict[str, int] = {}
         self._recent: dict[str, int] = {}
+        self._process: int | None = None
         self._lock = threading.RLock()  # a finalizer may run inside of a call
 
     def add(self, device: str, size: int) -> None:
@@ -29,6 +33,8 @@ class Account:
             self.now[device] = self.now.get(device, 0) + size
             self.peak[device] = max(self.peak.get(device, 0), self.now[device])
             self._recent[device] = max(self._recent.get(device, 0), self.now[device])
+            if size <= -LARGE_BYTES:
+                self._process = self._most_of_process()
 
     def follow(self, tensor: Tensor) -> None:
         """Count a tensor's storage until it is freed."""
@@ -42,6 +48,18 @@ class Account:
         with self._lock:
             found, self._recent = self._recent, dict(self.now)
             return found or dict(self.now)
+
+    def recent_process(self) -> int | None:
+        """The most anonymous memory that the process was seen to have since this was last asked.
+
+        It is looked at now, and was before each large tensor was freed. None where the system does not tell.
+        """
+        with self._lock:
+            found, self._process = self._most_of_process(), None
+            return found
+
+    def _most_of_process(self) -> int | None:
+        return max((seen for seen in (self._process, anonymous_bytes()) if seen is not None), default=None)
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

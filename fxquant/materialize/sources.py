@@ -33,7 +33,7 @@ class Buffer:
             self.bytes = torch.empty(max(size, 1), dtype=torch.uint8, pin_memory=True)
             self.view = bytes_of(self.bytes)
         else:
-            memory = mmap.mmap(-1, max(size, 1))
+            memory = _private_pages(max(size, 1))
             self.view = memoryview(memory)
             self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._taken: dict[tuple[object, ...], tuple[memoryview, Tensor]] = {}
@@ -54,6 +54,13 @@ class Buffer:
         self.account.add("cpu", -self.size)
         self._taken.clear()
         del self.bytes, self.view
+
+
+def _private_pages(size: int) -> mmap.mmap:
+    """Zeroed pages that count as anonymous memory of this process; shared ones, the default, would not."""
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, size)
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 @dataclass(slots=True, kw_only=True)

