@@ -35,7 +35,8 @@ class Options(TypedDict, total=False):
       main memory, copied for each call), ``"float"``.
     - ``weight_format``: ``"nd"`` (default) or ``"nz"``: on an NPU, cast codes to FRACTAL_NZ while they are
       loaded, where its matmul takes that; the plan tells where it does not. Not verified on hardware.
-    - ``scheme``: ``"none"`` (floats as they are) or ``"int8"``. Required for a float checkpoint.
+    - ``scheme``: ``"none"`` (floats as they are), ``"int8"`` or another that ``fxquant schemes`` lists.
+      Required for a float checkpoint.
     - ``config``: ``{pattern: scheme}`` or a ``QuantConfig``; the first match wins.
     - ``ignore``: patterns of layers that stay float.
     - ``example_inputs``: a tuple or dict of inputs for one forward; only shapes and dtypes matter.

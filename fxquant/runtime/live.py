@@ -29,7 +29,7 @@ from fxquant.runtime.quantized_weight import QuantizedWeight, quantize_values
 from fxquant.runtime.shell import put_tensor
 from fxquant.runtime.state import RunState
 from fxquant.target import Target
-from fxquant.targets import choose_target
+from fxquant.targets import BACKENDS, choose_target
 
 OPTIONS = ("scheme", "config", "ignore", "inner", "release", "strict", "target")
 
@@ -171,10 +171,11 @@ def fxquant_backend(
     """``torch.compile(model, backend="fxquant", options={"scheme": "int8"})``.
 
     Options: ``scheme`` (required), ``config``, ``ignore``, ``inner``, ``strict``, ``target`` as in
-    ``fxquant.compile``. Names are FQNs from the outermost module that holds the parameter. With
-    ``release`` the constants replace the float parameters in their modules after the first call,
-    which compiles once more. Writes to a parameter are followed, except those made in place through
-    ``.data``, which leave no trace. A model from ``fxquant.compile`` needs no options.
+    ``fxquant.compile``; what is planned for is the device that the parameters are on. Names are FQNs
+    from the outermost module that holds the parameter. With ``release`` the constants replace the float
+    parameters in their modules after the first call, which compiles once more. Writes to a parameter
+    are followed, except those made in place through ``.data``, which leave no trace. A model from
+    ``fxquant.compile`` needs no options.
     """
     settings = dict(options or {})
     unknown = set(settings) - set(OPTIONS)
@@ -191,7 +192,7 @@ def fxquant_backend(
         uses=_uses(flat, positions),
         fixed=fixed,
         config=config,
-        target=choose_target("cpu", settings.get("target")),
+        target=_target(settings.get("target"), (fakes[i].device.type for i in (*positions, *fixed))),
         state=RunState(strict=strict),
         inner=settings.get("inner", "eager"),
         release=settings.get("release", False),
@@ -206,6 +207,15 @@ def _config(settings: Mapping[str, Any], quantized: bool) -> QuantConfig | None:
             return None
         raise ConfigError("backend 'fxquant' needs options={'scheme': ...}, for example 'int8'")
     return make_config(settings["scheme"], settings.get("config"), settings.get("ignore"))
+
+
+def _target(given: object, device_types: Iterable[str]) -> Target:
+    """The table of the device where the weights are; the CPU's, whose ops run anywhere, where it has none.
+
+    A graph that also has weights in main memory is one of the device.
+    """
+    found = (set(device_types) & BACKENDS.keys()) - {"cpu"}
+    return choose_target(min(found, default="cpu"), given)
 
 
 def _parameters(inputs: Sequence[Any]) -> dict[int, Tensor]:
