@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -55,8 +56,8 @@ def measure(args: argparse.Namespace, texts: Path) -> Results:
     """Run every case, write its records down, and say that they are there."""
     packages = {peer.package for peer in PEERS.values()}
     have = versions(args.peers_python, packages)
-    records: list[Record] = []
-    for case in cases(args.schemes):
+
+    def one(case: str) -> tuple[list[Record], float]:
         package = PEERS[case].package if case in PEERS else None
         started = time.perf_counter()
         if package is None or package in have:
@@ -64,8 +65,13 @@ def measure(args: argparse.Namespace, texts: Path) -> Results:
             found = run(case, texts, python, args.threads, compiled=not args.small)
         else:
             found = failed(case, f"{package} is not installed: see --peers-python")
-        keep(found, args.json, time.perf_counter() - started)
-        records += found
+        return found, time.perf_counter() - started
+
+    records: list[Record] = []
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for found, seconds in pool.map(one, cases(args.schemes)):
+            keep(found, args.json, seconds)
+            records += found
     return Results(records)
 
 
@@ -121,7 +127,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--schemes", help=f"comma separated, of {', '.join(known)}")
     parser.add_argument("--small", action="store_true", help="little text, three schemes; no bars")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one line per case and model")
-    parser.add_argument("--threads", type=int, default=2, help="threads of each process (default: 2)")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time (default: 2)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each process (default: 1)")
     parser.add_argument("--tokens", type=int, help=f"of SmolLM2's text (default: {TOKENS}, small 256)")
     parser.add_argument("--context", type=int, help=f"tokens of a window (default: {CONTEXT}, small 128)")
     parser.add_argument("--sentences", type=int, help=f"for MiniLM (default: {len(SENTENCES)}, small 4)")
