@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from typing_extensions import Self
 
 LARGE_BYTES = 4 << 20
 """When so much is freed at once, the process's memory is looked at first: a peak may lie there."""
@@ -66,12 +67,23 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that counts the storages of every real tensor made under it, in this thread.
 
     ``now`` and ``peak`` are bytes per device type. Scratch inside one op is not seen.
+
+    It goes on the stack of the thread, and not into the marks that torch keeps in globals of the process:
+    each mode saves and restores these for itself, so that modes of two threads leave them behind. What
+    any thread compiled with such a mark was made anew by the next thread that ran it.
     """
 
     def __init__(self, account: Account | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.account = account or Account()
         self._known: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
+
+    def __enter__(self) -> Self:
+        _push_mode(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _pop_mode()
 
     @property
     def now(self) -> dict[str, int]:
