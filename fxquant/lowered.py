@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from fxquant.capture import Captured
+from fxquant.capture import Captured, tracing_alone
 from fxquant.checkpoint import Checkpoint, open_checkpoint
 from fxquant.errors import ConfigError, NotMaterializedError
 from fxquant.graph import dump, placeholders, value
@@ -138,7 +138,8 @@ def lower_model(
     canonical = {name: group.fqn for group in planned.groups for name in group.fqns}
     loaded = {str(n.target): canonical.get(captured.tensors.get(str(n.target), "")) for n in placeholders(gm)}
     forms = {name: planned.forms[fqn] for name, fqn in loaded.items() if fqn and fqn in planned.forms}
-    rewrite(gm, forms, request.target, disable=request.disable_passes)
+    with tracing_alone():  # passes compute on fakes
+        rewrite(gm, forms, request.target, disable=request.disable_passes)
     sources: dict[str, tuple[str, str]] = {}
     for name, fqn in loaded.items():
         if fqn is not None:

@@ -94,8 +94,9 @@ class Planned:
         buffers = {group.fqn: group for group in self.groups if group.is_buffer}
         schedule = self.schedule
         if is_in_memory(checkpoint) != self.in_memory:  # another kind of source than was planned with
-            scheduler = Scheduler(self.graph, checkpoint.infos)
-            schedule = schedule_for(scheduler, checkpoint, self.request.device_type, self.request.load)
+            with tracing_alone():
+                scheduler = Scheduler(self.graph, checkpoint.infos)
+                schedule = schedule_for(scheduler, checkpoint, self.request.device_type, self.request.load)
         loaded = materialize(
             self.graph,
             schedule,
