@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fxquant.capture import normalize
+from fxquant.capture import normalize, tracing_alone
 from fxquant.config import QuantConfig, make_config
 from fxquant.errors import CaptureError, ConfigError, QuantizedWeightError
 from fxquant.form import Form
@@ -139,14 +139,15 @@ class LiveGraph:
     def _compile(self, forms: Mapping[int, Form]) -> Compiled:
         if self.flat is None:
             return self.gm.forward
-        return compile_graph(
-            fx.GraphModule(self.flat, copy.deepcopy(self.flat.graph)),
-            {**self.fixed, **forms},
-            self._constants,
-            target=self.target,
-            inner=self.inner,
-            state=self.state,
-        )
+        with tracing_alone():  # this is a call of the graph: Dynamo has let go of the lock
+            return compile_graph(
+                fx.GraphModule(self.flat, copy.deepcopy(self.flat.graph)),
+                {**self.fixed, **forms},
+                self._constants,
+                target=self.target,
+                inner=self.inner,
+                state=self.state,
+            )
 
     def _constants(self, position: int, argument: Any) -> Sequence[Tensor]:
         if isinstance(argument, QuantizedWeight):

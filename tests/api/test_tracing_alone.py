@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch._dynamo.convert_frame import compile_lock
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxquant
-from tests.api.lives import IDS, compiled, on_meta, run, values, write
+from tests.api.lives import IDS, Net, compiled, on_meta, run, values, write
 
 OPTIONS: dict[str, Any] = {"scheme": "int8", "example_inputs": (IDS,), "load_workers": 2}
 
@@ -62,9 +63,14 @@ def plan_in_a_bound(folder: Path) -> None:
     fxquant.plan(on_meta(), folder, max_error=0.001, **OPTIONS)
 
 
+def run_live(folder: Path) -> None:
+    model = Net().eval()
+    run(torch.compile(model, backend="fxquant", options={"scheme": "int8"}))
+
+
 @pytest.mark.parametrize(
     "work",
-    [materialize_another_kind, reload_and_save, compile_cached, plan_in_a_bound],
+    [materialize_another_kind, reload_and_save, compile_cached, plan_in_a_bound, run_live],
     ids=lambda w: w.__name__,
 )
 def test_modes_are_entered_under_the_lock(
