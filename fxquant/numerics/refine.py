@@ -45,7 +45,7 @@ FITS = 3
 BETA, GROWTH, STEPS = 1.0, 1.05, 20
 """Of ``hqq``: the first ``beta``, its growth in a step, the number of steps. ``p`` is 1/2: a square root
 is the same in every lane and library, a power is not. With these, errors up to half a step stay whole in
-every step, so that a group keeps its mean; with larger ``beta`` it does not, and SmolLM2 loses by it."""
+every step, so that a group keeps its mean; with a larger ``beta`` it does not."""
 
 ZEROS = (-16.0, 31.0)
 """Zeros are within: beyond, a zero in bfloat16 would be off by more than a tenth of a code."""
