@@ -15,6 +15,7 @@ from torch.fx.node import has_side_effect
 
 from fxquant import numerics
 from fxquant.errors import QuantizedWeightError, TiedWeightError
+from fxquant.numerics.experts import dequantize_experts, expert_of
 from fxquant.scheme import FULL, QuantSpec
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -24,7 +25,8 @@ CODE_DTYPES = (torch.int8, torch.float8_e4m3fn)
 """Dtypes of codes that have one scale for a row."""
 
 
-def _require(ok: bool, text: str) -> None:
+def require(ok: bool, text: str) -> None:
+    """Raise with what is wrong unless ``ok``."""
     if not ok:
         raise RuntimeError(f"fxquant: {text}")
 
@@ -53,8 +55,8 @@ def quantize_act(x: Tensor, spec: str) -> tuple[Tensor, Tensor]:
 
 
 def _check_quantize_act(x: Tensor) -> None:
-    _require(x.dim() >= 1, f"quantize_act needs a tensor of rank >= 1, got rank {x.dim()}")
-    _require(x.dtype in FLOATS, f"quantize_act takes {FLOATS}, got {x.dtype}")
+    require(x.dim() >= 1, f"quantize_act needs a tensor of rank >= 1, got rank {x.dim()}")
+    require(x.dtype in FLOATS, f"quantize_act takes {FLOATS}, got {x.dtype}")
 
 
 @quantize_act.register_fake
@@ -85,7 +87,7 @@ def quantize_act_static(x: Tensor, act_scale: Tensor, spec: str) -> Tensor:
 
 def _check_static(x: Tensor, act_scale: Tensor) -> None:
     _check_quantize_act(x)
-    _require(
+    require(
         act_scale.dtype == torch.float32 and tuple(act_scale.shape) == (1,),
         f"act_scale must be float32 [1], got {act_scale.dtype} {tuple(act_scale.shape)}",
     )
@@ -102,22 +104,20 @@ def check_scaled_mm(
 ) -> None:
     """What every kernel that stands for ``scaled_mm`` demands of its operands."""
     n, k = w.shape if w.dim() == 2 else (-1, -1)
-    _require(
-        w.dim() == 2 and w.dtype in CODE_DTYPES, f"w_codes must be codes [N, K], got {w.dtype} {w.shape}"
-    )
-    _require(
+    require(w.dim() == 2 and w.dtype in CODE_DTYPES, f"w_codes must be codes [N, K], got {w.dtype} {w.shape}")
+    require(
         x.dim() >= 1 and x.dtype == w.dtype, f"x_codes must be {w.dtype} [..., K], got {x.dtype} {x.shape}"
     )
-    _require(x.shape[-1] == k, f"x_codes has K = {x.shape[-1]}, w_codes has K = {k}")
+    require(x.shape[-1] == k, f"x_codes has K = {x.shape[-1]}, w_codes has K = {k}")
     if w.dtype == torch.int8:
-        _require(k <= numerics.INT32_K, f"K = {k} overflows int32 sums (at most {numerics.INT32_K})")
-    _require(x_scale.dtype == torch.float32 and w_scale.dtype == torch.float32, "scales must be float32")
+        require(k <= numerics.INT32_K, f"K = {k} overflows int32 sums (at most {numerics.INT32_K})")
+    require(x_scale.dtype == torch.float32 and w_scale.dtype == torch.float32, "scales must be float32")
     tokens, whole = (*x.shape[:-1], 1), (1,) * x.dim()
-    _require(tuple(x_scale.shape) in (tokens, whole), f"x_scale must be [..., 1], got {x_scale.shape}")
-    _require(tuple(w_scale.shape) in ((n, 1), (1, 1)), f"w_scale must be [{n}, 1], got {w_scale.shape}")
-    _require(dtype in FLOATS, f"out_dtype must be one of {FLOATS}, got {dtype}")
+    require(tuple(x_scale.shape) in (tokens, whole), f"x_scale must be [..., 1], got {x_scale.shape}")
+    require(tuple(w_scale.shape) in ((n, 1), (1, 1)), f"w_scale must be [{n}, 1], got {w_scale.shape}")
+    require(dtype in FLOATS, f"out_dtype must be one of {FLOATS}, got {dtype}")
     if bias is not None:
-        _require(tuple(bias.shape) == (n,), f"bias must be [{n}], got {bias.shape}")
+        require(tuple(bias.shape) == (n,), f"bias must be [{n}], got {bias.shape}")
 
 
 def scaled_mm_with(
@@ -205,25 +205,25 @@ def _check_block_mm(
     dtype: torch.dtype,
 ) -> None:
     columns = QuantSpec.parse(x_spec).columns(k)
-    _require(x_codes.shape[-1] == columns, f"x_codes has {x_codes.shape[-1]} columns, K = {k} has {columns}")
+    require(x_codes.shape[-1] == columns, f"x_codes has {x_codes.shape[-1]} columns, K = {k} has {columns}")
     check_constants(weight, QuantSpec.parse(w_spec), k)
     _check_out(weight, bias, dtype)
 
 
 def _check_out(weight: Sequence[Tensor], bias: Tensor | None, dtype: torch.dtype) -> None:
-    _require(dtype in FLOATS, f"the result's dtype must be one of {FLOATS}, got {dtype}")
+    require(dtype in FLOATS, f"the result's dtype must be one of {FLOATS}, got {dtype}")
     n = weight[0].shape[0]
     if bias is not None:
-        _require(tuple(bias.shape) == (n,), f"bias must be [{n}], got {bias.shape}")
+        require(tuple(bias.shape) == (n,), f"bias must be [{n}], got {bias.shape}")
 
 
 def check_constants(weight: Sequence[Tensor], spec: QuantSpec, k: int) -> None:
     """The constants of a weight ``[N, k]`` have the dtypes and shapes of the spec."""
-    _require(len(weight) == len(spec.names), f"{spec} has {', '.join(spec.names)}, got {len(weight)} tensors")
-    _require(weight[0].dim() == 2, f"codes must be [N, K], got {weight[0].shape}")
+    require(len(weight) == len(spec.names), f"{spec} has {', '.join(spec.names)}, got {len(weight)} tensors")
+    require(weight[0].dim() == 2, f"codes must be [N, K], got {weight[0].shape}")
     n = weight[0].shape[0]
     for (name, (dtype, shape)), part in zip(spec.constants(n, k).items(), weight, strict=True):
-        _require(
+        require(
             part.dtype == dtype and tuple(part.shape) == shape,
             f"{name} of {spec} must be {dtype} {list(shape)}, got {part.dtype} {list(part.shape)}",
         )
@@ -257,7 +257,7 @@ def weight_only_mm(x: Tensor, weight: Sequence[Tensor], spec: str, bias: Tensor 
 
 
 def _check_weight_only(x: Tensor, weight: Sequence[Tensor], spec: QuantSpec, bias: Tensor | None) -> None:
-    _require(
+    require(
         x.dim() >= 1 and x.dtype in FLOATS, f"x must be one of {FLOATS} [..., K], got {x.dtype} {x.shape}"
     )
     check_constants(weight, spec, x.shape[-1])
@@ -278,8 +278,8 @@ def quantize_weight(w: Tensor, spec: str) -> list[Tensor]:
 
 
 def _check_weight(w: Tensor) -> None:
-    _require(w.dim() == 2, f"quantize_weight takes [N, K], got {w.shape}")
-    _require(w.dtype in FLOATS, f"quantize_weight takes {FLOATS}, got {w.dtype}")
+    require(w.dim() == 2, f"quantize_weight takes [N, K], got {w.shape}")
+    require(w.dtype in FLOATS, f"quantize_weight takes {FLOATS}, got {w.dtype}")
 
 
 @quantize_weight.register_fake
@@ -293,20 +293,26 @@ def _(w: Tensor, spec: str) -> list[Tensor]:
 
 @torch.library.custom_op("fxquant::dequantize_weight", mutates_args=())
 def dequantize_weight(weight: Sequence[Tensor], spec: str, k: int, dtype: torch.dtype) -> Tensor:
-    """The float values ``[N, k]`` that the constants of a weight of ``spec`` stand for."""
+    """The float values ``[N, k]`` that the constants of a weight of ``spec`` stand for.
+
+    Of constants with a leading axis, the experts: ``[E, N, k]``.
+    """
     _check_dequantize(weight, spec, k, dtype)
+    if weight[0].dim() == 3:
+        return dequantize_experts(weight, QuantSpec.parse(spec), k, dtype)
     return numerics.dequantize_weight(weight, QuantSpec.parse(spec), k, dtype)
 
 
 def _check_dequantize(weight: Sequence[Tensor], spec: str, k: int, dtype: torch.dtype) -> None:
-    check_constants(weight, QuantSpec.parse(spec), k)
-    _require(dtype in FLOATS, f"dtype must be one of {FLOATS}, got {dtype}")
+    one = expert_of(weight, 0) if weight[0].dim() == 3 else weight
+    check_constants(one, QuantSpec.parse(spec), k)
+    require(dtype in FLOATS, f"dtype must be one of {FLOATS}, got {dtype}")
 
 
 @dequantize_weight.register_fake
 def _(weight: Sequence[Tensor], spec: str, k: int, dtype: torch.dtype) -> Tensor:
     _check_dequantize(weight, spec, k, dtype)
-    return torch.empty((weight[0].shape[0], k), dtype=dtype, device=weight[0].device)
+    return torch.empty((*weight[0].shape[:-1], k), dtype=dtype, device=weight[0].device)
 
 
 @torch.library.custom_op("fxquant::hadamard", mutates_args=())
@@ -320,9 +326,9 @@ def hadamard(x: Tensor, block: int) -> Tensor:
 
 
 def _check_hadamard(x: Tensor, block: int) -> None:
-    _require(x.dim() >= 1 and x.dtype in FLOATS, f"hadamard takes {FLOATS} [..., K], got {x.dtype} {x.shape}")
-    _require(block > 0 and block & (block - 1) == 0, f"a block must be a power of two, got {block}")
-    _require(x.shape[-1] % block == 0, f"blocks of {block} do not divide K = {x.shape[-1]}")
+    require(x.dim() >= 1 and x.dtype in FLOATS, f"hadamard takes {FLOATS} [..., K], got {x.dtype} {x.shape}")
+    require(block > 0 and block & (block - 1) == 0, f"a block must be a power of two, got {block}")
+    require(x.shape[-1] % block == 0, f"blocks of {block} do not divide K = {x.shape[-1]}")
 
 
 @hadamard.register_fake

@@ -168,7 +168,8 @@ class QuantSpec:
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
-PRODUCTS = ("fxquant::scaled_mm", "fxquant::block_mm", "fxquant::weight_only_mm")
+_MATMULS = ("scaled_mm", "block_mm", "weight_only_mm")
+PRODUCTS = tuple(f"fxquant::{prefix}{name}" for prefix in ("", "grouped_") for name in _MATMULS)
 """Dialect ops that multiply with codes."""
 
 
@@ -189,6 +190,11 @@ class Scheme:
             return "fxquant::weight_only_mm"
         plain = self.weight.per_row and self.act.per_row
         return "fxquant::scaled_mm" if plain else "fxquant::block_mm"
+
+    @property
+    def grouped_op(self) -> str:
+        """The dialect op that multiplies groups of rows with such weights of experts."""
+        return self.op.replace("::", "::grouped_")
 
     @property
     def refinable(self) -> bool:

@@ -32,7 +32,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """The largest size that ``op`` takes on ``axis`` ("N" output features, "K" input features)."""
+    """The largest size that ``op`` takes on ``axis`` ("N", "K": output and input features, "E": experts)."""
 
     op: str
     axis: str
@@ -65,10 +65,12 @@ class Target:
 
     ``kernels`` maps each dialect op that the target runs to the op that stands for it; ``limits``
     holds what no fake kernel checks. ``choose(scheme)`` gives the kernel for the products of a scheme, or
-    why there is none (default: the kernel of its op). ``arrange(scheme=, n=, k=, dtype=, cuts=, bias=)``
-    decides how the codes of a weight lie (default: ``[N, K]`` in one part), and ``lower(gm, proven)``
-    replaces dialect ops where renaming them is not enough (``proven``: guards outside of the graph hold
-    for its sizes); all must be picklable. Tests pass their own ``Target`` to impose a limit.
+    why there is none (default: the kernel of its op), ``choose_grouped`` the same for experts.
+    ``arrange(scheme=, n=, k=, dtype=, cuts=, bias=)`` decides how the codes of a weight lie (default:
+    ``[N, K]`` in one part), with ``experts=`` in the place of the last two those of experts.
+    ``lower(gm, proven)`` replaces dialect ops where renaming them is not enough (``proven``: guards outside
+    of the graph hold for its sizes). All must be picklable. Tests pass their own
+    ``Target`` to impose a limit.
     """
 
     name: str
@@ -76,6 +78,7 @@ class Target:
     kernels: Mapping[str, Kernel]
     limits: tuple[Limit, ...] = field(default=())
     choose: Callable[[Scheme], Kernel | Refusal] | None = None
+    choose_grouped: Callable[[Scheme], Kernel | Refusal] | None = None
     arrange: Callable[..., Layout | Refusal] | None = None
     lower: Callable[[Any, bool], int] | None = None
 
@@ -88,11 +91,14 @@ class Target:
         kernel = self.kernels.get(op)
         return (kernel.eager or kernel.op) if kernel is not None else ""
 
-    def kernel_for(self, scheme: Scheme) -> Kernel | Refusal:
-        """What multiplies with weights of ``scheme``, or why nothing does."""
-        if self.choose is not None:
-            return self.choose(scheme)
-        return self.kernel_of(scheme.op)
+    def kernel_for(self, scheme: Scheme, *, grouped: bool = False) -> Kernel | Refusal:
+        """What multiplies with weights of ``scheme``, ``grouped`` with experts, or why nothing does."""
+        if grouped and self.choose_grouped is not None:
+            return self.choose_grouped(scheme)
+        chosen = self.choose(scheme) if self.choose is not None else None
+        if isinstance(chosen, Refusal) or (chosen is not None and not grouped):
+            return chosen
+        return self.kernel_of(scheme.grouped_op if grouped else scheme.op)
 
     def kernel_of(self, op: str) -> Kernel | Refusal:
         """What runs a dialect op, or that nothing does."""
@@ -120,14 +126,34 @@ class Target:
             return Layout()
         return self.arrange(scheme=scheme, n=n, k=k, dtype=dtype, cuts=cuts, bias=bias)
 
-    def admits(self, op: str, *, n: int, k: int) -> Kernel | Refusal:
-        """The kernel for ``op`` on a weight of ``n`` output and ``k`` input features, or why not."""
+    def lay_out_experts(
+        self, scheme: Scheme, *, experts: int, n: int, k: int, dtype: object, one_by_one: bool = False
+    ) -> Layout | Refusal:
+        """The same for ``experts`` matrices ``[E, N, K]``, which are not cut into parts.
+
+        ``one_by_one``: single experts are multiplied with, besides groups of rows with all of them.
+        """
+        ways = ((scheme.grouped_op, True), (scheme.op, False)) if one_by_one else ((scheme.grouped_op, True),)
+        for op, grouped in ways:
+            kernel = self.kernel_for(scheme, grouped=grouped)
+            size = experts if grouped else None
+            admitted = kernel if isinstance(kernel, Refusal) else self.admits(op, n=n, k=k, experts=size)
+            if isinstance(admitted, Refusal):
+                return admitted
+        if self.arrange is None:
+            return Layout(reason="experts apart")
+        if one_by_one:
+            return Refusal(reason=f"single experts: {self.name} takes codes in a layout of its own")
+        return self.arrange(scheme=scheme, n=n, k=k, dtype=dtype, experts=experts)
+
+    def admits(self, op: str, *, n: int, k: int, experts: int | None = None) -> Kernel | Refusal:
+        """The kernel for ``op`` on weights of ``n`` output and ``k`` input features, or why not."""
         kernel = self.kernels.get(op)
         if kernel is None:
             return Refusal(reason=f"target {self.name} has no {op}")
         for limit in self.limits:
-            size = {"N": n, "K": k}[limit.axis]
-            if limit.op == op and size > limit.maximum:
+            size = {"N": n, "K": k, "E": experts}[limit.axis]
+            if limit.op == op and size is not None and size > limit.maximum:
                 return Refusal(
                     reason=f"{op} on {self.name} takes {limit.axis} <= {limit.maximum}, "
                     f"got {limit.axis} = {size} ({limit.source})"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fxquant import numerics
+from fxquant.grouped_ops import fake_grouped_scaled_mm, grouped_scaled_mm_with
 from fxquant.ops import fake_scaled_mm, no_gradient, scaled_mm_with
 from fxquant.scheme import SCHEMES, Scheme
 from fxquant.target import Kernel, Limit, Target
@@ -45,6 +46,23 @@ def scaled_mm(
 
 scaled_mm.register_fake(fake_scaled_mm)
 no_gradient(scaled_mm)
+
+
+@torch.library.custom_op("fxquant_cpu::grouped_scaled_mm", mutates_args=(), device_types="cpu")
+def grouped_scaled_mm(
+    x_codes: Tensor,
+    w_codes: Tensor,
+    x_scale: Tensor,
+    w_scale: Tensor,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """``fxquant::grouped_scaled_mm`` through oneDNN's int8 matmul, a call for each group."""
+    return grouped_scaled_mm_with(_sums, x_codes, w_codes, x_scale, w_scale, offsets, out_dtype)
+
+
+grouped_scaled_mm.register_fake(fake_grouped_scaled_mm)
+no_gradient(grouped_scaled_mm)
 
 
 def int_mm_fault() -> str | None:
@@ -83,18 +101,29 @@ _FLOATS = {
 @functools.cache
 def cpu_target() -> Target:
     """The table of this machine's CPU, after the self-test."""
-    limit = Limit(
-        op="fxquant::scaled_mm", axis="K", maximum=numerics.INT32_K, source="int32 sums of 127 * 127"
-    )
+    source = "int32 sums of 127 * 127"
+    limits = [
+        Limit(op=op, axis="K", maximum=numerics.INT32_K, source=source)
+        for op in ("fxquant::scaled_mm", "fxquant::grouped_scaled_mm")
+    ]
     names = ("int8", "w4a8_g128", "int8_weight_only")  # of each op, one row
     schemes = [SCHEMES[name] for name in names]
     return Target(
         name="cpu",
         device_type="cpu",
-        kernels={scheme.op: cpu_kernel(scheme) for scheme in schemes} | _FLOATS,
-        limits=(limit,),
+        kernels={
+            **{scheme.op: cpu_kernel(scheme) for scheme in schemes},
+            **{scheme.grouped_op: _by_group(cpu_kernel(scheme)) for scheme in schemes},
+            **_FLOATS,
+        },
+        limits=tuple(limits),
         choose=cpu_kernel,
     )
+
+
+def _by_group(kernel: Kernel) -> Kernel:
+    """The grouped form of a kernel."""
+    return Kernel(op=kernel.op.replace("::", "::grouped_"), reason=f"{kernel.reason}; a call for each group")
 
 
 def cpu_kernel(scheme: Scheme) -> Kernel:
