@@ -19,7 +19,8 @@ class Form:
     """What stands in a parameter's place after loading, and how its uses are to be rewritten.
 
     Codes are ``[N, K]`` whatever the parameter's own layout: ``transposed`` says that the parameter is
-    ``[K, N]`` (GPT-2's Conv1D). ``table`` says that the exact floats are kept beside the codes, for the
+    ``[K, N]`` (GPT-2's Conv1D). Of experts, ``[E, N, K]``, the constants have an axis in front, too.
+    ``table`` says that the exact floats are kept beside the codes, for the
     look-ups of an embedding that shares them with a quantized head. ``kn``: codes lie in memory as
     ``[K, N]``. ``nz``: on an NPU they are cast to FRACTAL_NZ, its blocked layout. ``parts_n`` and
     ``parts_k``: the sizes into which N and K are cut, each part a constant of its own (empty: one
@@ -123,36 +124,36 @@ class Form:
         return tuple(size[::-1] if self.kn else size for size in sizes)
 
     def whole_size(self, parts: Sequence[Sequence[int]]) -> tuple[int, int]:
-        """N and K of codes whose constants have these shapes."""
+        """N and K of codes whose constants have these shapes, perhaps with an axis of experts in front."""
         width = max(len(self.parts_k), 1)
-        n_axis, k_axis = (1, 0) if self.kn else (0, 1)
+        n_axis, k_axis = (-1, -2) if self.kn else (-2, -1)
         columns = sum(part[k_axis] for part in parts[:width])
         return sum(part[n_axis] for part in parts[::width]), self.features(columns)
 
     def codes_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """N and K of a parameter of ``shape``."""
+        """N and K of a parameter of ``shape``, which may have an axis of experts before them."""
         if self.kernel:
             return shape[0], math.prod(shape[1:])
-        n, k = shape[::-1] if self.transposed else shape
-        return n, k
+        first, second = shape[-2:]
+        return (second, first) if self.transposed else (first, second)
 
     def own_shape(self, n: int, k: int) -> tuple[int, ...]:
-        """Shape of the parameter whose codes are ``[n, k]``."""
+        """Shape of the parameter, or of one of its experts, whose codes are ``[n, k]``."""
         if self.kernel:
             return (n, k // math.prod(self.kernel), *self.kernel)
         return (k, n) if self.transposed else (n, k)
 
     def as_matrix(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of the parameter's shape as ``[N, K]``."""
+        """Values of the parameter's shape as ``[N, K]``, or ``[E, N, K]``."""
         if self.kernel:
             return values.reshape(values.shape[0], -1)
-        return values.t() if self.transposed else values
+        return _turned(values) if self.transposed else values
 
     def as_parameter(self, values: torch.Tensor) -> torch.Tensor:
         """The inverse of ``as_matrix``."""
         if self.kernel:
             return values.view(self.own_shape(*values.shape))
-        return values.t() if self.transposed else values
+        return _turned(values) if self.transposed else values
 
     def shapes(
         self, shape: tuple[int, ...], dtype: torch.dtype
@@ -163,11 +164,10 @@ class Form:
         n, k = self.codes_shape(shape)
         whole = self.weight.constants(n, k)
         codes_dtype, _ = whole.pop("codes")
-        sizes = self.part_shapes(n, k)
-        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-            name: (codes_dtype, size) for name, size in zip(self.codes, sizes, strict=True)
-        }
-        found |= whole
+        sizes = dict(zip(self.codes, self.part_shapes(n, k), strict=True))
+        every = {**{name: (codes_dtype, size) for name, size in sizes.items()}, **whole}
+        lead = () if self.kernel else shape[:-2]  # of experts
+        found = {name: (part, (*lead, *size)) for name, (part, size) in every.items()}
         if self.table:
             found["table"] = (dtype, shape)
         found |= dict.fromkeys(self.given, (torch.float32, (1,)))
@@ -232,6 +232,10 @@ _FORM = re.compile(
     r"(?P<transposed>\.t)?(?P<kn>\.kn)?(?P<nz>\.nz)?(?P<odd>\.odd)?(?P<rot>\.rot)?(\.(?P<held>bf16|f16))?"
     r"(/n:(?P<n>\d{1,18}(,\d{1,18})*))?(/k:(?P<k>\d{1,18}(,\d{1,18})*))?(?P<table>\+table)?"
 )
+
+
+def _turned(values: torch.Tensor) -> torch.Tensor:
+    return values.mT if values.dim() > 2 else values.t()  # t: templates of loading show it
 
 
 def _sizes(text: str | None) -> tuple[int, ...]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
 from fxquant.parameters import owner_of
 from fxquant.passes.choose_form import Use
 
+LISTS = (nn.ModuleList, nn.ModuleDict)
 WALKED = "in no captured graph, planned by module walk"
 
 
@@ -41,6 +42,29 @@ def walked_uses(model: nn.Module, fqn: str, *, traced: bool) -> list[Use]:
         case _:
             use = _unknown(traced=traced)
     return [use]
+
+
+def routes_beside_experts(model: nn.Module, fqn: str, givers: Iterable[str]) -> str:
+    """How a linear routes of which no graph shows who takes its outputs; empty where it does not.
+
+    Told by their number: one for each expert beside one of ``givers``, the modules that give the outputs.
+    Experts are the modules of a list or dict, or the matrices of a parameter ``[E, N, K]``.
+    """
+    shape = model.get_parameter(fqn).shape
+    counts = {count for giver in givers if giver for count in _experts_beside(model, giver)}
+    routes = len(shape) == 2 and shape[0] > 1 and shape[0] in counts
+    return "as many outputs as experts beside it" if routes else ""
+
+
+def _experts_beside(model: nn.Module, giver: str) -> Iterator[int]:
+    """Numbers of experts that the module above ``giver`` holds, or one of its other children."""
+    own, above = model.get_submodule(giver), model.get_submodule(giver.rpartition(".")[0])
+    others = [child for child in above.children() if child is not own]
+    for child in others:
+        lists = (found for found in (child, *child.children()) if isinstance(found, LISTS))
+        yield from map(len, lists)
+    for module in (above, *others):
+        yield from (p.shape[0] for p in module.parameters(recurse=False) if p.dim() == 3)
 
 
 def _unknown(*, traced: bool) -> Use:

@@ -89,7 +89,10 @@ CASES = {
     "einsum": Case(
         lambda m, x: torch.einsum("bsk,nk->bsn", x, m.w), {"w": (8, 16)}, set(), {"w": "used by aten.einsum"}
     ),
-    "three_d": Case(lambda m, x: F.linear(x, m.w[1]), {"w": (2, 8, 16)}, set(), {"w": "used by aten.select"}),
+    "three_d": Case(lambda m, x: F.linear(x, m.w[1]), {"w": (2, 8, 16)}, {"w"}),
+    "three_d_rows": Case(
+        lambda m, x: F.linear(x, m.w[:, 1]), {"w": (2, 8, 16)}, set(), {"w": "used by aten.select"}
+    ),
     "matrix_bias": Case(
         lambda m, x: torch.addmm(m.b, x[0], m.w), {"w": (16, 8), "b": (5, 8)}, set(), {"w": "addend of shape"}
     ),

@@ -20,7 +20,9 @@ from fxquant.graph import target_name, value
 from fxquant.numerics import block_size
 from fxquant.output_cuts import cuts_of
 from fxquant.passes.quantize_linear import can_cut
-from fxquant.passes.weight_uses import Cut, LinearUse, OtherUse, matmul_operands
+from fxquant.passes.routers import how_it_routes
+from fxquant.passes.uses import Cut, ExpertUse, LinearUse, WeightUse
+from fxquant.passes.weight_uses import matmul_operands
 from fxquant.scheme import SCHEMES, Scheme, weight_only
 from fxquant.target import Layout, Refusal, Target
 
@@ -40,13 +42,19 @@ class Use:
     cuts: tuple[int, ...] = ()
     """Offsets where everybody who takes the output cuts it anyway."""
     bias: torch.dtype | None = None
+    grouped: bool = False
+    """Several experts are multiplied with, each with its own rows."""
+    routes: str = ""
+    """How the outputs choose or weight experts, in words; empty where they do not."""
     weight_cuts: tuple[Cut, ...] = ()
     """Slices of the weight that the use takes."""
 
     @staticmethod
-    def of(use: LinearUse | OtherUse) -> Use:
+    def of(use: WeightUse) -> Use:
         """What is kept of a use that a graph showed."""
         name = target_name(use.node)
+        if isinstance(use, ExpertUse):
+            return Use(op=name, k_axis=use.k_axis, grouped=True, weight_cuts=use.cuts)
         if isinstance(use, LinearUse):
             operands = matmul_operands(use.node)
             bias = operands[2] if operands is not None else None
@@ -56,6 +64,7 @@ class Use:
                 k_axis=use.k_axis,
                 cuts=cuts_of(use.node),
                 bias=bias_dtype,
+                routes=how_it_routes(use.node) if use.expert is None else "",
                 weight_cuts=use.cuts,
             )
         return Use(op=name, k_axis=None, refusal=use.reason, lookup=use.lookup, conv=use.conv)
@@ -101,8 +110,9 @@ def choose_form(
     lookups = [use for use in uses if use.lookup]
     if not linears:
         return _without_product(uses, shape, dtype, choice, target)
-    if lookups and not choice.asked:
-        return Decision(form=None, reason="head tied to an embedding: stays float unless a config entry asks")
+    kept = _kept(linears, lookups, choice)
+    if kept:
+        return Decision(form=None, reason=kept)
     others = [use for use in uses if use.k_axis is None]
     layout = _layout(linears, others, shape, dtype, choice, target, rotate=rotate)
     if isinstance(layout, Refusal):
@@ -112,7 +122,7 @@ def choose_form(
             form=HOST, reason=f"{choice.reason}, {layout.reason}", asked=True, rejected=layout.rejected
         )
     transposed = linears[0].k_axis == 0
-    k = shape[linears[0].k_axis or 0]
+    k = shape[-2:][linears[0].k_axis or 0]
     block = block_size(k) if rotate else 1
     turned = transposed or layout.kn or layout.parts_n or layout.parts_k
     lying = "codes do not lie as rows" if turned else "the codes are rotated" if block > 1 else ""
@@ -140,6 +150,16 @@ def choose_form(
     reason = ", ".join(part for part in parts if part)
     given = tuple((name, choice.act_scale) for name in form.given if choice.act_scale is not None)
     return Decision(form=form, reason=reason, asked=True, given=given, rejected=layout.rejected)
+
+
+def _kept(linears: Sequence[Use], lookups: Sequence[Use], choice: Choice) -> str:
+    """Why a weight that is multiplied with is not asked for; empty if it is."""
+    if choice.asked:
+        return ""
+    if lookups:
+        return "head tied to an embedding: stays float unless a config entry asks"
+    routes = next((use.routes for use in linears if use.routes), "")
+    return f"router ({routes}): stays float unless a config entry asks" if routes else ""
 
 
 def _table(lookups: Sequence[Use], choice: Choice, target: Target, lying: str) -> tuple[bool, str]:
@@ -219,10 +239,22 @@ def _layout(
     axes = {use.k_axis for use in linears}
     (k_axis, *_) = axes
     assert k_axis is not None
-    n, k = shape[1 - k_axis], shape[k_axis]
+    n, k = shape[-2:] if k_axis else shape[-2:][::-1]
+    if 0 in shape:
+        return Refusal(reason="the weight is empty")
+    if len(shape) == 3 and choice.scheme.act is not None and choice.scheme.act.static:
+        return Refusal(
+            reason=f"scheme {choice.scheme.name} has one scale for all inputs of a layer, experts need one "
+            "each: give them a scheme with dynamic activations, such as int8, or a weight-only one"
+        )
     reason = _obstacle(linears, others, (n, k), dtype, choice, rotate=rotate)
     if reason:
         return Refusal(reason=reason)
+    if len(shape) == 3:
+        one_by_one = not all(use.grouped for use in linears)
+        return target.lay_out_experts(
+            choice.scheme, experts=shape[0], n=n, k=k, dtype=dtype, one_by_one=one_by_one
+        )
     cuts = set.intersection(*(set(use.cuts) for use in linears))
     bias = next((use.bias for use in linears if use.bias is not None), None)
     return target.lay_out(choice.scheme, n=n, k=k, dtype=dtype, cuts=tuple(sorted(cuts)), bias=bias)

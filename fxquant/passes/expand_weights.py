@@ -26,7 +26,8 @@ from fxquant.graph import call, fake_mode_of, inserting_before, placeholders, va
 from fxquant.held import FLIP, HALF, flipped
 from fxquant.numerics import block_size
 from fxquant.ops import dequantize_weight as _  # noqa: F401 - registers the dialect
-from fxquant.passes.weight_uses import LinearUse, OtherUse, weight_uses
+from fxquant.passes.uses import OtherUse
+from fxquant.passes.weight_uses import weight_uses
 
 aten = torch.ops.aten
 
@@ -106,7 +107,7 @@ def _expand(gm: fx.GraphModule, node: fx.Node, form: Form) -> None:
     with gm.graph.inserting_before(last.next):
         floats = _floats(gm, parts, form, node)
     exact = {use.via for use in uses if form.table and isinstance(use, OtherUse) and use.lookup}
-    exact -= {use.via for use in uses if isinstance(use, LinearUse) or not use.lookup}
+    exact -= {use.via for use in uses if not isinstance(use, OtherUse) or not use.lookup}
     for user in users:
         user.replace_input_with(node, parts["table"] if user in exact else floats)
     gm.graph.erase_node(node)
@@ -126,4 +127,6 @@ def _floats(gm: fx.GraphModule, parts: dict[str, fx.Node], form: Form, node: fx.
     if form.kernel:
         return call(gm, aten.view.default, (anchor, list(val.shape)))
     floats = call(gm, torch.ops.fxquant.hadamard.default, (anchor, block_size(k))) if form.rotated else anchor
-    return call(gm, aten.t.default, (floats,)) if form.transposed else floats
+    if not form.transposed:
+        return floats
+    return call(gm, aten.mT.default if val.dim() == 3 else aten.t.default, (floats,))

@@ -13,7 +13,8 @@ from torch import fx
 
 from fxquant import embedding_op as _embedding_op  # noqa: F401 - registers the op
 from fxquant.graph import call, inserting_before, value
-from fxquant.passes.weight_uses import OtherUse, weight_uses
+from fxquant.passes.uses import OtherUse
+from fxquant.passes.weight_uses import weight_uses
 
 aten = torch.ops.aten
 fxq = torch.ops.fxquant

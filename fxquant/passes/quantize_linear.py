@@ -5,7 +5,8 @@ transposes and cuts of the weight, and as ``matmul``, ``mm`` or ``addmm``.
 After, by scheme: ``scaled_mm(x_codes, codes, x_scale, scale, bias, bfloat16)`` with
 ``x_codes, x_scale = quantize_act(x)``, ``block_mm`` where scales are for blocks along K, or
 ``weight_only_mm(x, [codes, scale], spec, bias)``; cuts of the weight become cuts of its constants. A cut
-that does not fall on the borders of blocks leaves the use as it is, in floats.
+that does not fall on the borders of blocks leaves the use as it is, in floats. Where one of several
+experts is multiplied with, its constants are picked first.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from torch import fx
 
 from fxquant import ops as _ops  # noqa: F401 - registers the dialect
 from fxquant.form import Form
-from fxquant.graph import call, inserting_before, is_call, items, value
+from fxquant.graph import call, inserting_before, is_call, is_tensor, items, value
 from fxquant.numerics import block_size
-from fxquant.passes.weight_uses import Cut, LinearUse, matmul_operands, weight_uses
+from fxquant.passes.lower_to_target import resolve
+from fxquant.passes.uses import Cut, LinearUse, Pick
+from fxquant.passes.weight_uses import matmul_operands, weight_uses
 from fxquant.scheme import FULL, QuantSpec
 
 aten = torch.ops.aten
@@ -31,53 +34,72 @@ def quantize_linear(gm: fx.GraphModule) -> int:
     count = 0
     for source in gm.graph.find_nodes(op="call_function", target=fxq.dequantize_weight.default):
         form: Form = source.meta["form"]
-        shape = cast("tuple[int, int]", tuple(value(source).shape))
-        for use in weight_uses(_floats(source, form)):
+        shape = cast("tuple[int, int]", tuple(value(source).shape[-2:]))
+        for use in weight_uses(floats_of(source, form)):
             if (
                 isinstance(use, LinearUse)
                 and use.k_axis == 1
                 and can_cut(form.weight, shape, use.cuts, rotated=form.rotated)
             ):
-                _rewrite(gm, use, source, form)
+                _rewrite(gm, use, source)
                 count += 1
     return count
 
 
-def _floats(source: fx.Node, form: Form) -> fx.Node:
+def floats_of(source: fx.Node, form: Form) -> fx.Node:
     """The node that stands for the model's float weight: behind the rotation, if there is one."""
     turned = [user for user in source.users if is_call(user, fxq.hadamard.default)]
     return turned[0] if form.rotated and turned else source
 
 
-def _rewrite(gm: fx.GraphModule, use: LinearUse, source: fx.Node, form: Form) -> None:
-    node = use.node
+def _rewrite(gm: fx.GraphModule, use: LinearUse, source: fx.Node) -> None:
+    node, form = use.node, source.meta["form"]
     operands = matmul_operands(node)
     assert operands is not None
     x, _, bias, _ = operands
     with inserting_before(gm, node):
-        constants = dict(zip(form.weight.names, cast("list[fx.Node]", source.args[0]), strict=True))
-        for cut in use.cuts:
-            constants = {name: _cut(gm, name, part, form.weight, cut) for name, part in constants.items()}
-        new = _product(gm, x, bias, list(constants.values()), source, form, value(node).dtype)
+        constants = [_picked(gm, part, use.expert) for part in constants_of(source)]
+        constants = cut_constants(gm, constants, form.weight, use.cuts)
+        new = product(gm, x, constants, source, value(node).dtype, bias)
     node.replace_all_uses_with(new)
     gm.graph.erase_node(node)
 
 
-def _product(
+def constants_of(source: fx.Node) -> list[fx.Node]:
+    """The constants of an expanded weight."""
+    return list(cast("list[fx.Node]", source.args[0]))
+
+
+def _picked(gm: fx.GraphModule, part: fx.Node, expert: Pick | None) -> fx.Node:
+    """The part of a constant that belongs to one expert."""
+    if expert is None:
+        return part
+    if is_tensor(expert):
+        return call(gm, aten.index.Tensor, (part, [expert]))
+    return call(gm, aten.select.int, (part, 0, expert))
+
+
+def product(
     gm: fx.GraphModule,
     x: fx.Node,
-    bias: fx.Node | None,
     weight: list[fx.Node],
     source: fx.Node,
-    form: Form,
     dtype: torch.dtype,
+    last: fx.Node | None,
+    *,
+    grouped: bool = False,
 ) -> fx.Node:
-    """``x`` times the weight that the constants hold."""
+    """``x`` times the weight that the constants hold.
+
+    ``last``: the bias, or for ``grouped`` rows the offsets of the groups.
+    """
+    form: Form = source.meta["form"]
     scheme, spec = form.quantized_as, str(form.weight.plain)
+    op = resolve(scheme.grouped_op if grouped else scheme.op)
     if form.rotated:
-        x = call(gm, fxq.hadamard.default, (x, block_size(value(source).shape[1])))
+        x = call(gm, fxq.hadamard.default, (x, block_size(value(source).shape[-1])))
     if scheme.act is None:
-        out = call(gm, fxq.weight_only_mm.default, (x, weight, spec, bias))
+        out = call(gm, op, (x, weight, spec, last))
         return out if value(out).dtype == dtype else call(gm, aten.to.dtype, (out, dtype))
     if scheme.act.static:
         given = cast("fx.Node", source.meta["act_scale"])
@@ -86,10 +108,9 @@ def _product(
     else:
         x_codes, x_scale = items(gm, call(gm, fxq.quantize_act.default, (x, str(scheme.act))))
     if scheme.op == "fxquant::scaled_mm":
-        return call(gm, fxq.scaled_mm.default, (x_codes, weight[0], x_scale, weight[1], bias, dtype))
+        return call(gm, op, (x_codes, weight[0], x_scale, weight[1], last, dtype))
     k = value(x).shape[-1]
-    args = (x_codes, x_scale, str(scheme.act), weight, spec, int(k), bias, dtype)
-    return call(gm, fxq.block_mm.default, args)
+    return call(gm, op, (x_codes, x_scale, str(scheme.act), weight, spec, int(k), last, dtype))
 
 
 def can_cut(spec: QuantSpec, shape: tuple[int, int], cuts: tuple[Cut, ...], *, rotated: bool) -> bool:
@@ -109,6 +130,16 @@ def can_cut(spec: QuantSpec, shape: tuple[int, int], cuts: tuple[Cut, ...], *, r
     return True
 
 
+def cut_constants(
+    gm: fx.GraphModule, constants: list[fx.Node], spec: QuantSpec, cuts: tuple[Cut, ...]
+) -> list[fx.Node]:
+    """The parts of the constants that belong to cuts of the weight."""
+    for cut in cuts:
+        named = zip(spec.names, constants, strict=True)
+        constants = [_cut(gm, name, part, spec, cut) for name, part in named]
+    return constants
+
+
 def _cut(gm: fx.GraphModule, name: str, part: fx.Node, spec: QuantSpec, cut: Cut) -> fx.Node:
     """The part of a constant that belongs to a cut of the weight."""
     if name == "codes":
@@ -118,6 +149,7 @@ def _cut(gm: fx.GraphModule, name: str, part: fx.Node, spec: QuantSpec, cut: Cut
     else:
         step = spec.block[cut.axis]
     start, stop = cut.start // step, -(-cut.stop // step)
-    if (start, stop, cut.step) == (0, value(part).shape[cut.axis], 1):
+    axis = value(part).dim() - 2 + cut.axis
+    if (start, stop, cut.step) == (0, value(part).shape[axis], 1):
         return part
-    return call(gm, aten.slice.Tensor, (part, cut.axis, start, stop, cut.step))
+    return call(gm, aten.slice.Tensor, (part, axis, start, stop, cut.step))
