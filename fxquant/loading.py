@@ -87,7 +87,8 @@ def add_recipe(
     ``given``: values of the form's constants that are not made of the weight.
     """
     reads = _reads(group, entry, checkpoint)
-    graph.add(group.fqn, reads, dtype=group.tensor.dtype, form=form, given=given)
+    experts = group.tensor.dim() == 3 and not (form is not None and form.kernel)
+    graph.add(group.fqn, reads, dtype=group.tensor.dtype, form=form, given=given, experts=experts)
     if not reads.stored:  # whose shapes were compared with the form's when they were matched
         _check_shape(graph, group, form, reads, checkpoint)
 
@@ -124,11 +125,12 @@ def _check_dtype(group: WeightGroup, info: TensorInfo, checkpoint: Checkpoint | 
 def _check_shape(
     graph: LoadGraph, group: WeightGroup, form: Form | None, reads: Reads, checkpoint: Checkpoint | None
 ) -> None:
-    gm = graph.templates[graph.recipes[-1].template]
-    got = tuple(result_vals(gm)[0].shape)
+    recipe = graph.recipes[-1]
+    got = tuple(result_vals(graph.templates[recipe.template])[0].shape)
     if form is not None and not form.host:
-        n, columns = got
-        got = form.own_shape(n, form.features(columns))
+        *lead, n, columns = got
+        got = (*lead, *form.own_shape(n, form.features(columns)))
+    got = (recipe.experts, *got) if recipe.experts else got
     if got != tuple(group.tensor.shape):
         where = checkpoint.location if checkpoint else "model"
         stored = ", ".join(f"{k} {list(s)}" for k, s in zip(reads.keys, reads.shapes, strict=True))

@@ -21,6 +21,8 @@ from fxquant.scheme import wider
 
 log = logging.getLogger("fxquant.plan")
 
+UNMEASURED = "max_error not measured: its experts are not made one by one"
+
 Decide = Callable[[Choice], Decision]
 
 
@@ -61,7 +63,9 @@ def keep_max_error(
         total["measuring_bytes"] += nbytes
         total["measuring_reads"] += reads
         total["measuring_rounds"] += 1
-        above = {fqn: choice for fqn, choice in left.items() if not errors[fqn] <= bound}
+        for fqn in left.keys() - errors.keys():
+            decisions[fqn] = replace(decisions[fqn], reason=f"{decisions[fqn].reason}, {UNMEASURED}")
+        above = {fqn: choice for fqn, choice in left.items() if fqn in errors and not errors[fqn] <= bound}
         for fqn, choice in above.items():
             known = tried.setdefault(fqn, [])
             number = f"{errors[fqn]:.3g}"

@@ -8,6 +8,7 @@ from fxquant.checkpoint import Checkpoint, KeyMap, TensorInfo
 from fxquant.form import Form
 from fxquant.loading import stored_infos
 from fxquant.materialize.jobs import Schedule
+from fxquant.materialize.recipes import Recipe
 from fxquant.materialize.schedule import Scheduler
 from fxquant.parameters import WeightGroup
 from fxquant.passes.choose_form import CONVOLUTION, LOOKUP, Decision, Use, describe
@@ -27,13 +28,15 @@ def plan_rows(
 ) -> tuple[WeightPlan, ...]:
     """A row for each weight."""
     graph = scheduler.graph
-    recipes = {recipe.fqn: recipe for recipe in graph.recipes}
+    recipes: dict[str, list[Recipe]] = {}
+    for recipe in graph.recipes:  # one for each expert
+        recipes.setdefault(recipe.fqn, []).append(recipe)
     rows = []
     for group in groups:
-        entry, decision, recipe = keymap.entries[group.fqn], decisions[group.fqn], recipes[group.fqn]
+        entry, decision, own = keymap.entries[group.fqn], decisions[group.fqn], recipes[group.fqn]
         stored = [_stored(info) for info in stored_infos(entry, group, checkpoint)]
         count = len(entry.keys)
-        tiling = scheduler.tiling(recipe.template, schedule.tile_bytes)
+        tilings = [scheduler.tiling(recipe.template, schedule.tile_bytes) for recipe in own]
         rows.append(
             WeightPlan(
                 fqn=group.fqn,
@@ -50,10 +53,10 @@ def plan_rows(
                 rule=entry.rule,
                 rejected=decision.rejected,
                 float_bytes=group.tensor.numel() * group.tensor.element_size(),
-                resident_bytes=scheduler.resident(recipe),
-                transient_bytes=tiling.peak_bytes,
-                tiles=len(tiling.tiles),
-                whole=tiling.reason,
+                resident_bytes=sum(scheduler.resident(recipe) for recipe in own),
+                transient_bytes=max(tiling.peak_bytes for tiling in tilings),
+                tiles=sum(len(tiling.tiles) for tiling in tilings),
+                whole=next((tiling.reason for tiling in tilings if tiling.reason), ""),
             )
         )
     return tuple(rows)
@@ -74,15 +77,18 @@ def kernels_of(
 ) -> dict[str, dict[str, str]]:
     """What runs each dialect op in use, and why."""
     multiplied = {
-        form.scheme
+        (form.scheme, use.grouped)
         for fqn, form in forms.items()
         if not (form.host or form.kernel or all(use.lookup for use in uses[fqn]))
+        for use in uses[fqn]
     }
     found: dict[str, dict[str, str]] = {}
-    for scheme in map(find_scheme, sorted(multiplied)):
-        kernel = target.kernel_for(scheme)
+    for name, grouped in sorted(multiplied):
+        scheme = find_scheme(name)
+        kernel = target.kernel_for(scheme, grouped=grouped)
         if isinstance(kernel, Kernel):
-            found.setdefault(scheme.op, {"op": kernel.op, "reason": kernel.reason})
+            op = scheme.grouped_op if grouped else scheme.op
+            found.setdefault(op, {"op": kernel.op, "reason": kernel.reason})
     special = {LOOKUP: "embedding", CONVOLUTION: "convolution"}
     others = [op for op in target.kernels if found and op not in (*PRODUCTS, *special)]
     for op in (*others, *(op for op, kind in special.items() if kind in rewrites)):

@@ -124,6 +124,11 @@ def _layout(
     if form.kernel or (looked_up and all(use.lookup for use in uses)):
         return Layout()
     n, k = form.codes_shape(shape)
+    if len(shape) == 3:
+        one_by_one = any(use.k_axis is not None and not use.grouped for use in uses)
+        return target.lay_out_experts(
+            form.quantized_as, experts=shape[0], n=n, k=k, dtype=dtype, one_by_one=one_by_one
+        )
     return target.lay_out(form.quantized_as, n=n, k=k, dtype=dtype)
 
 

@@ -169,9 +169,12 @@ def expected_constants(
         return (("value", dtype, shape),)
     if form.host:
         return (("value", dtype, shape),)
-    if len(shape) != 2 + len(form.kernel):
-        dims = ("two", "three", "four", "five")[len(form.kernel)]
-        raise ConfigError(f"the form {str(form)!r} has {dims} dimensions, the shape is {list(shape)}")
+    ranks = (2 + len(form.kernel),) if form.kernel else (2, 3)
+    if len(shape) not in ranks:
+        dims = "two dimensions (experts: three)"
+        if form.kernel:
+            dims = f"{('three', 'four', 'five')[len(form.kernel) - 1]} dimensions"
+        raise ConfigError(f"the form {str(form)!r} has {dims}, the shape is {list(shape)}")
     if form.kernel:
         _check_convolution(form, shape)
     n, k = form.codes_shape(shape)

@@ -36,7 +36,8 @@ class WeightError:
     ``sampled_rows`` of the weight's ``rows`` (output features): clusters of 16, see
     ``numerics.sample_ranges``. ``maximum`` is the largest magnitude, of all rows if ``maximum_is_exact``
     (scales tell; of float32 weights but for the last bit), else of the sampled ones. ``zero_rows`` counts
-    rows that are all zero, of all rows; None where scales do not tell.
+    rows that are all zero, of all rows; None where scales do not tell. Of experts, ``[E, N, K]``, it is
+    over all of them: rows are sampled of each.
     """
 
     relative: float
@@ -75,6 +76,24 @@ class _Weight:
             stop = min(rows.stop, start + count)
             if first < stop:
                 yield slice(first - start, stop - start, rows.step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    """What was found of a weight, or of one of its experts; ``maximum`` and ``zero_rows`` as scales tell."""
+
+    weight: _Weight
+    sums: Sequence[Sequence[float]]
+    maximum: float | None
+    zero_rows: int | None
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude, of the sampled rows where scales do not tell."""
+        if self.maximum is None:
+            return max(row[3] for row in self.sums)
+        # The scale was rounded: to more bits than the values have, unless they are float32.
+        return float(torch.tensor(self.maximum, dtype=torch.float64).to(self.weight.dtype))
 
 
 class Errors:
@@ -137,23 +156,30 @@ class Errors:
             there[i].add_(scalar) if i < FIELDS - 1 else there[i].clamp_min_(scalar)
 
     def results(self, constants: Callable[[Recipe], Sequence[Tensor] | None]) -> dict[str, WeightError]:
-        """The errors of the weights that were compared; ``constants``: what is beside the codes of one."""
+        """The errors of the weights that were compared, experts of one weight together.
+
+        ``constants``: what is beside the codes of a recipe's weight. Experts that are not made one by one
+        are not compared.
+        """
         sums: Mapping[tuple[str, int], Sequence[float]] = self.sums
         if self.there is not None:
             rows = self.there.tolist()
             sums = {place: rows[at] for place, at in self.places.items()}
-        by_name: dict[str, list[Sequence[float]]] = {}
+        by_label: dict[str, list[Sequence[float]]] = {}
         for place in sorted(sums):
-            by_name.setdefault(place[0], []).append(sums[place])
-        found = {}
-        weights = {r.fqn: w for r in self.recipes if (w := self.weights[r.template]) and r.fqn in by_name}
-        told = _told({r.fqn: (weights[r.fqn].spec, constants(r)) for r in self.recipes if r.fqn in weights})
-        rounded = {r.fqn for r in self.recipes if r.held is not None and r.held.act is None}
-        for fqn, weight in weights.items():
-            maximum, zeros = told.get(fqn, (None, None))
+            by_label.setdefault(place[0], []).append(sums[place])
+        measured: dict[str, list[_Measured]] = {}
+        compared = {r.label: (r, w) for r in self.recipes if (w := self.weights[r.template])}
+        compared = {label: found for label, found in compared.items() if label in by_label}
+        told = _told({label: (weight.spec, constants(r)) for label, (r, weight) in compared.items()})
+        for label, (recipe, weight) in compared.items():
+            maximum, zeros = told.get(label, (None, None))
             # Scales that are held in half precision do not tell the maximum exactly.
-            found[fqn] = _made(weight, by_name[fqn], None if fqn in rounded else maximum, zeros)
-        return found
+            rounded = recipe.held is not None and recipe.held.act is None
+            maximum = None if rounded else maximum
+            part = _Measured(weight=weight, sums=by_label[label], maximum=maximum, zero_rows=zeros)
+            measured.setdefault(recipe.fqn, []).append(part)
+        return {fqn: _made(parts) for fqn, parts in measured.items()}
 
 
 def _told(
@@ -202,26 +228,22 @@ def _places(batches: Sequence[Batch]) -> Iterator[tuple[str, int]]:
 
 
 def _place(job: Job) -> tuple[str, int]:
-    """A weight and where in it a tile is; tiles of one weight lie along one axis."""
+    """A weight, or one expert, and where in it a tile is; tiles of one weight lie along one axis."""
     where = job.tile.outs[0][1]
-    return job.recipe.fqn, 0 if where is None else where.start
+    return job.recipe.label, 0 if where is None else where.start
 
 
-def _made(
-    weight: _Weight, parts: Sequence[Sequence[float]], maximum: float | None, zero_rows: int | None
-) -> WeightError:
-    square, error, clipped = (math.fsum(part[i] for part in parts) for i in range(3))
-    exact = maximum is not None
-    if maximum is None:
-        maximum = max(part[3] for part in parts)
-    else:  # the scale was rounded: to more bits than the values have, unless they are float32
-        maximum = float(torch.tensor(maximum, dtype=torch.float64).to(weight.dtype))
+def _made(parts: Sequence[_Measured]) -> WeightError:
+    """The error of a weight, over all of its experts if it holds some."""
+    sums = [row for part in parts for row in part.sums]
+    square, error, clipped = (math.fsum(row[i] for row in sums) for i in range(3))
+    zeros = [part.zero_rows for part in parts if part.zero_rows is not None]
     return WeightError(
         relative=math.sqrt(error / square) if square else (math.inf if error else 0.0),
-        sampled_rows=weight.sampled,
-        rows=weight.rows,
-        clipped=clipped / (weight.sampled * weight.columns),
-        maximum=maximum,
-        maximum_is_exact=exact,
-        zero_rows=zero_rows,
+        sampled_rows=sum(part.weight.sampled for part in parts),
+        rows=sum(part.weight.rows for part in parts),
+        clipped=clipped / sum(part.weight.sampled * part.weight.columns for part in parts),
+        maximum=max(part.largest for part in parts),
+        maximum_is_exact=all(part.maximum is not None for part in parts),
+        zero_rows=sum(zeros) if len(zeros) == len(parts) else None,
     )

@@ -255,7 +255,7 @@ class Load:
             for job in batch.jobs:
                 for part in job.tile.reads:
                     if part.nbytes and not part.held:
-                        checkpoint.will_need(job.recipe.keys[part.index], part.start, part.nbytes)
+                        checkpoint.will_need(job.key(part), job.start(part), part.nbytes)
 
     def _do(self, index: int, worker: Worker) -> None:
         batch = self.schedule.batches[index]
@@ -278,7 +278,7 @@ class Load:
         if isinstance(self.checkpoint, MappedCheckpoint):
             self.checkpoint.forget(
                 [
-                    (job.recipe.keys[part.index], part.start, part.stop)
+                    (job.key(part), job.start(part), job.start(part) + part.nbytes)
                     for job in batch.jobs
                     for part in job.tile.reads
                 ]
@@ -288,10 +288,10 @@ class Load:
 
     def _from_memory(self, job: Job, scratch: Tensor) -> None:
         """Do a job whose tensors are in memory."""
-        keys = {job.recipe.keys[part.index] for part in job.tile.reads}
+        keys = {job.key(part) for part in job.tile.reads}
         tensors = {key: self.checkpoint.read(key) for key in keys}
         if job.tile.direct is not None:
-            copy_direct(job, tensors[job.recipe.keys[job.tile.reads[0].index]], self.store)
+            copy_direct(job, tensors[job.key(job.tile.reads[0])], self.store)
         else:
             self._compute(job, view_job(job, tensors), scratch)
 
@@ -311,7 +311,7 @@ class Load:
                 program.run(reads, parts, scratch, maxima, partial(self.errors.compare, job))
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             keys = ", ".join(job.recipe.keys)
-            raise FxquantError(f"while making {job.recipe.fqn} from {keys}: {error}") from error
+            raise FxquantError(f"while making {job.recipe.label} from {keys}: {error}") from error
         finally:
             self.account.add(device.type, -moved)
 
@@ -327,7 +327,7 @@ class Load:
                 self.oldest += 1
             for job in batch.jobs:
                 self.left[_counter(job)] -= 1
-                if not self.left[_counter(job)] and not self.left.get(job.recipe.fqn, 0):
+                if not self.left[_counter(job)] and not self.left.get(job.recipe.label, 0):
                     self.store.done(job.recipe)
             self.done_bytes += batch.read_bytes
             self.tell(batch.jobs[-1].recipe.fqn)
@@ -383,8 +383,8 @@ class Load:
 
 
 def _counter(job: Job) -> str:
-    return _first_pass(job) if not job.tile.phase and job.tile.program.scans else job.recipe.fqn
+    return _first_pass(job) if not job.tile.phase and job.tile.program.scans else job.recipe.label
 
 
 def _first_pass(job: Job) -> str:
-    return f"{job.recipe.fqn} (first pass)"
+    return f"{job.recipe.label} (first pass)"

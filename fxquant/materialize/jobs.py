@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fxquant.materialize.recipes import Recipe
-from fxquant.materialize.tiles import Tile
+from fxquant.materialize.tiles import ReadPart, Tile
 from fxquant.timeline import Moment
 
 LOOKAHEAD = 4
@@ -18,6 +18,14 @@ class Job:
 
     recipe: Recipe
     tile: Tile
+
+    def key(self, part: ReadPart) -> str:
+        """The stored tensor that a part is of."""
+        return self.recipe.keys[part.index]
+
+    def start(self, part: ReadPart) -> int:
+        """The first byte of a part in the stored tensor."""
+        return self.recipe.start(part.index) + part.start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

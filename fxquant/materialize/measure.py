@@ -51,7 +51,7 @@ class TileStore(Store):
     def done(self, recipe: Recipe) -> None:
         """Forget what the tiles of a weight shared."""
         with self.lock:
-            self._shared.pop(recipe.fqn, None)
+            self._shared.pop(recipe.label, None)
         super().done(recipe)
 
     def clear(self) -> None:
@@ -64,7 +64,7 @@ class TileStore(Store):
 
     def _spanning(self, recipe: Recipe, index: int) -> Tensor:
         with self.lock:
-            held = self._shared.setdefault(recipe.fqn, {})
+            held = self._shared.setdefault(recipe.label, {})
             if index not in held:
                 shape, dtype = self._shapes[recipe.template][index]
                 held[index] = torch.empty(shape, dtype=dtype)

@@ -11,7 +11,7 @@ from fxquant.fractal_nz import padded_bytes
 from fxquant.materialize.blocks import Blocks
 from fxquant.materialize.errors import sums_bytes
 from fxquant.materialize.jobs import LOOKAHEAD, Schedule
-from fxquant.materialize.recipes import LoadGraph, Recipe, Shapes, held_shapes, laid_out_shapes, result_vals
+from fxquant.materialize.recipes import LoadGraph, Recipe, Shapes, held_shapes, result_vals
 from fxquant.timeline import Moment
 
 MAX_MOMENTS = 512
@@ -35,8 +35,7 @@ class _Resident:
     def begin(self, recipe: Recipe) -> None:
         """The constants of a weight are allocated."""
         shapes = tuple((val.shape, val.dtype) for val in result_vals(self.graph.templates[recipe.template]))
-        if recipe.laid_out is not None:
-            shapes = laid_out_shapes(recipe.laid_out, shapes)
+        shapes = recipe.shapes(shapes)
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes] + [4] * len(recipe.given)
         if recipe.host:
             self.host += sum(sizes)
@@ -77,10 +76,11 @@ def _held(form: Form, shapes: Shapes, taken: Sequence[int]) -> list[tuple[int, i
 def predict(schedule: Schedule, graph: LoadGraph, held_bytes: Mapping[str, int]) -> list[Moment]:
     """Memory after each batch has begun: constants so far, buffers, and values in flight.
 
-    ``held_bytes``: by FQN, bytes of reads that all tiles of a weight share.
+    ``held_bytes``: by the recipe's label, bytes of reads that all its tiles share.
     """
-    last = {job.recipe.fqn: i for i, batch in enumerate(schedule.batches) for job in batch.jobs}
+    last = {job.recipe.label: i for i, batch in enumerate(schedule.batches) for job in batch.jobs}
     resident = _Resident(graph, schedule)
+    allocated: set[str] = set()
     seen: set[str] = set()
     held = done = 0
     releases: dict[int, int] = {}
@@ -90,18 +90,20 @@ def predict(schedule: Schedule, graph: LoadGraph, held_bytes: Mapping[str, int])
     for i, batch in enumerate(schedule.batches):
         held -= releases.pop(i, 0)
         for job in batch.jobs:
-            fqn = job.recipe.fqn
-            if fqn not in seen:
-                seen.add(fqn)
+            fqn, label = job.recipe.fqn, job.recipe.label
+            if fqn not in allocated:
+                allocated.add(fqn)
                 resident.begin(job.recipe)
-                size = held_bytes.get(fqn, 0)
+            if label not in seen:
+                seen.add(label)
+                size = held_bytes.get(label, 0)
                 held += size
-                end = last[fqn] + schedule.workers * LOOKAHEAD
+                end = last[label] + schedule.workers * LOOKAHEAD
                 releases[end] = releases.get(end, 0) + size
         window = [*window[-schedule.workers * LOOKAHEAD :], batch.transient]
         flight = sum(heapq.nlargest(schedule.workers, window))
         done += batch.read_bytes
-        ended = [resident.end(job.recipe) for job in batch.jobs if last[job.recipe.fqn] == i]
+        ended = [resident.end(job.recipe) for job in batch.jobs if last[job.recipe.label] == i]
         casts = [*casts[-schedule.workers * LOOKAHEAD :], max(ended, default=0)]
         transient = held + flight + max(casts)  # a part that is cast lies there twice
         moments.append(Moment(read_bytes=done, memory=_by_device(schedule, resident, transient)))

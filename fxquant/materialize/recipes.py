@@ -8,7 +8,8 @@ are nodes of the template.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -20,10 +21,18 @@ from fxquant.capture import make_fake_mode
 from fxquant.errors import WeightMismatchError
 from fxquant.form import Form
 from fxquant.graph import dump, placeholders, value
+from fxquant.materialize.experts import Slice, cut_experts
+from fxquant.materialize.row_rules import NotSeparableError
 from fxquant.materialize.tiles import writes
 from fxquant.numerics import block_size
 
 fxq = torch.ops.fxquant
+
+Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
+Bound = tuple[int | None, int, tuple[tuple[int, Slice | None], ...]]
+"""An expert, its template, and for each read the position of the stored tensor and what of it is taken."""
+
+log = logging.getLogger("fxquant.materialize")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +70,41 @@ class Recipe:
     """The first constants, this many of them, are cast to FRACTAL_NZ once they are whole, on an NPU."""
     held: Form | None = None
     """The form as which the constants are held once they are whole; None: as they are made."""
+    expert: int | None = None
+    """Its results are this index of constants of ``experts`` along their first axis."""
+    experts: int = 0
+    slices: tuple[Slice | None, ...] = ()
+    """What of each stored tensor is read; empty, and None: all of it."""
+
+    @property
+    def label(self) -> str:
+        """The weight's name, and which of its experts: the recipe's own name."""
+        return self.fqn if self.expert is None else f"{self.fqn}[{self.expert}]"
+
+    def slice(self, read: int) -> Slice | None:
+        """What of the stored tensor is read."""
+        return self.slices[read] if self.slices else None
+
+    def start(self, read: int) -> int:
+        """The first byte, in the stored tensor, of what is read."""
+        taken = self.slice(read)
+        return 0 if taken is None else taken.start
+
+    def taken(self, read: int, stored: Tensor) -> Tensor:
+        """What is read of a stored tensor in memory."""
+        taken = self.slice(read)
+        return stored if taken is None else stored[taken.index]
+
+    def stored_shape(self, read: int, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the stored tensor, of which ``shape`` is read."""
+        taken = self.slice(read)
+        return tuple(shape) if taken is None else (taken.count, *shape)
+
+    def shapes(self, results: Shapes) -> Shapes:
+        """Shapes of the constants, by those of the template's results."""
+        shapes = results if self.laid_out is None else laid_out_shapes(self.laid_out, results)
+        lead = (self.experts,) if self.experts else ()
+        return tuple((torch.Size((*lead, *shape)), dtype) for shape, dtype in shapes)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,6 +115,7 @@ class LoadGraph:
     recipes: list[Recipe] = field(default_factory=list)
     _by_text: dict[str, int] = field(default_factory=dict)
     _by_shape: dict[tuple[object, ...], int] = field(default_factory=dict)
+    _by_experts: dict[tuple[object, ...], tuple[Bound, ...]] = field(default_factory=dict)
 
     def add(
         self,
@@ -80,11 +125,15 @@ class LoadGraph:
         dtype: torch.dtype,
         form: Form | None,
         given: Mapping[str, float] = MappingProxyType({}),
+        experts: bool = False,
     ) -> Recipe:
         """Append the recipe of one weight; its template is made or found.
 
-        ``given``: values of the form's constants that are not made of the weight.
+        ``given``: values of the form's constants that are not made of the weight. ``experts``: the weight
+        is ``[E, N, K]``, and gets a recipe for each of its matrices, the last of which is returned.
         """
+        if experts and form is not None and not form.host and not reads.stored:
+            return self._add_experts(fqn, reads, dtype, form)
         host = form is not None and form.host
         index = self._find(fqn, reads, dtype, None if host else form)
         constants = form.constants if form else ("value",)
@@ -103,8 +152,47 @@ class LoadGraph:
         self.recipes.append(recipe)
         return recipe
 
+    def _add_experts(self, fqn: str, reads: Reads, dtype: torch.dtype, form: Form) -> Recipe:
+        key = (_how(reads), reads.dtypes, reads.shapes, dtype, form)
+        bound = None if reads.same else self._by_experts.get(key)
+        if bound is None:
+            bound = self._bind_experts(fqn, reads, dtype, form)
+        if not reads.same:
+            self._by_experts[key] = bound
+        self.recipes += [
+            Recipe(
+                fqn=fqn,
+                constants=form.constants,
+                template=template,
+                keys=tuple(reads.keys[position] for position, _ in taken),
+                expert=expert,
+                experts=0 if expert is None else len(bound),
+                slices=tuple(part for _, part in taken),
+            )
+            for expert, template, taken in bound
+        ]
+        return self.recipes[-1]
+
+    def _bind_experts(self, fqn: str, reads: Reads, dtype: torch.dtype, form: Form) -> tuple[Bound, ...]:
+        """The template of each expert, and what it reads; of all at once if they are mixed."""
+        whole = _template(fqn, reads, lambda weight: (weight,))
+        try:
+            experts = cut_experts(whole)
+        except NotSeparableError as error:
+            log.info("%s is not made expert by expert: %s", fqn, error)
+            gm = _template(fqn, reads, lambda weight: _stacked(weight, dtype, form))
+            return ((None, self._keep(gm), tuple((i, None) for i in range(len(reads.keys)))),)
+        known: dict[tuple[object, ...], int] = {}
+        found: list[Bound] = []
+        for i, expert in enumerate(experts):
+            if expert.structure not in known:
+                gm = _trace(lambda *t, expert=expert: _constants(expert.make(*t), dtype, form), expert.vals)
+                known[expert.structure] = self._keep(gm)
+            found.append((i, known[expert.structure], expert.reads))
+        return tuple(found)
+
     def _find(self, fqn: str, reads: Reads, dtype: torch.dtype, form: Form | None) -> int:
-        how = None if reads.convert is None else getattr(reads.convert, "template", reads.convert)
+        how = _how(reads)
         simple = not reads.same
         plain = (
             replace(form, kn=False, nz=False, held="", parts_n=(), parts_k=()) if form is not None else None
@@ -112,23 +200,29 @@ class LoadGraph:
         shape_key = (how, reads.stored, reads.dtypes, reads.shapes, dtype, plain)
         if simple and shape_key in self._by_shape:
             return self._by_shape[shape_key]
-        gm = make_template(fqn, reads, dtype=dtype, form=form)
+        index = self._keep(make_template(fqn, reads, dtype=dtype, form=form))
+        if simple:
+            self._by_shape[shape_key] = index
+        return index
+
+    def _keep(self, gm: fx.GraphModule) -> int:
+        """The place of a template in the table, where one with the same text may be already."""
         text = dump(gm)
         if gm.graph.find_nodes(op="get_attr"):  # values of tensors that it holds do not show in its text
             text = f"{text}\nholds tensors: template {len(self.templates)}"
         if text not in self._by_text:
             self._by_text[text] = len(self.templates)
             self.templates.append(gm)
-        if simple:
-            self._by_shape[shape_key] = self._by_text[text]
         return self._by_text[text]
 
     def dump(self) -> str:
         """Stable text: the templates, then a line for each recipe."""
         parts = [f"template {i}:\n{_indent(dump(gm))}" for i, gm in enumerate(self.templates)]
         for recipe in self.recipes:
-            names = ", ".join(f"{recipe.fqn}.{name}" for name in recipe.constants)
-            parts.append(f"{names} = template {recipe.template}({', '.join(recipe.keys)})")
+            names = ", ".join(f"{recipe.label}.{name}" for name in recipe.constants)
+            taken = [recipe.slice(i) for i in range(len(recipe.keys))]
+            keys = [f"{k}[{t.index}]" if t else k for k, t in zip(recipe.keys, taken, strict=True)]
+            parts.append(f"{names} = template {recipe.template}({', '.join(keys)})")
         return "\n".join(parts)
 
     def print_readable(self) -> str:
@@ -141,10 +235,28 @@ def _indent(text: str) -> str:
     return "\n".join(f"  {line}" for line in text.splitlines())
 
 
+def _how(reads: Reads) -> object:
+    """Equal for conversions that do the same."""
+    return None if reads.convert is None else getattr(reads.convert, "template", reads.convert)
+
+
 def make_template(fqn: str, reads: Reads, *, dtype: torch.dtype, form: Form | None) -> fx.GraphModule:
     """Trace the recipe of a weight of ``dtype`` and ``form`` on fakes of what is read."""
-    from torch.fx.experimental.proxy_tensor import make_fx
 
+    def finish(weight: Tensor) -> tuple[Tensor, ...]:
+        if form is not None and form.kernel and tuple(weight.shape[2:]) != form.kernel:
+            raise WeightMismatchError(
+                f"{fqn} is the weight of a convolution with a kernel of {list(form.kernel)}, the checkpoint "
+                f"gives {list(weight.shape)} (from {', '.join(reads.keys[: len(reads.keys) - reads.same])}). "
+                "Check that the model's config belongs to this checkpoint."
+            )
+        return _constants(weight, dtype, form)
+
+    return _template(fqn, reads, finish)
+
+
+def _template(fqn: str, reads: Reads, finish: Callable[[Tensor], tuple[Tensor, ...]]) -> fx.GraphModule:
+    """The recipe whose results are what ``finish`` makes of the weight."""
     plain = len(reads.keys) - reads.same
 
     def recipe(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -153,17 +265,17 @@ def make_template(fqn: str, reads: Reads, *, dtype: torch.dtype, form: Form | No
         weight = reads.convert(*tensors[:plain]) if reads.convert else tensors[0]
         for key, other in zip(reads.keys[plain:], tensors[plain:], strict=True):
             fxq.check_same(weight, other, f"{fqn}: {reads.keys[0]} and {key}")
-        if form is not None and form.kernel and tuple(weight.shape[2:]) != form.kernel:
-            raise WeightMismatchError(
-                f"{fqn} is the weight of a convolution with a kernel of {list(form.kernel)}, the checkpoint "
-                f"gives {list(weight.shape)} (from {', '.join(reads.keys[:plain])}). Check that the model's "
-                "config belongs to this checkpoint."
-            )
-        return _constants(weight, dtype, form)
+        return finish(weight)
 
-    mode = make_fake_mode()
-    with mode, torch.no_grad():
+    with make_fake_mode():
         fakes = [torch.empty(s, dtype=d) for s, d in zip(reads.shapes, reads.dtypes, strict=True)]
+    return _trace(recipe, fakes)
+
+
+def _trace(recipe: Callable[..., tuple[Tensor, ...]], fakes: Sequence[Tensor]) -> fx.GraphModule:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with fakes[0].fake_mode, torch.no_grad():  # type: ignore[attr-defined]
         gm = make_fx(recipe)(*fakes)
         if any(writes(node) for node in gm.graph.nodes):
             # A source in memory hands out its own tensors.
@@ -188,13 +300,16 @@ def _constants(weight: Tensor, dtype: torch.dtype, form: Form | None) -> tuple[T
     return (*fxq.quantize_weight(codes_source, str(form.weight)), *table)
 
 
+def _stacked(weight: Tensor, dtype: torch.dtype, form: Form) -> tuple[Tensor, ...]:
+    """The constants of experts that are made together."""
+    made = [_constants(expert, dtype, form) for expert in weight.unbind(0)]
+    return tuple(torch.stack(parts) for parts in zip(*made, strict=True))
+
+
 def result_vals(gm: fx.GraphModule) -> tuple[Tensor, ...]:
     """The fake constants that a template gives."""
     output = gm.graph.output_node().args[0]
     return tuple(value(node) for node in output)  # type: ignore[union-attr, arg-type]
-
-
-Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
 
 
 def held_shapes(form: Form, shapes: Shapes) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

@@ -74,7 +74,7 @@ class Scheduler:
             for job in batch.jobs:
                 if not in_memory and not batch.shared:
                     tiling = self.tiling(job.recipe.template, draft.tile_bytes)
-                    held[job.recipe.fqn] = tiling.held_bytes
+                    held[job.recipe.label] = tiling.held_bytes
         return predict(draft, self.graph, held)
 
     def _batches(self, settings: Settings) -> tuple[Batch, ...]:
@@ -101,12 +101,12 @@ class Scheduler:
         own = [part for part in job.tile.reads if not part.held]
         if not own:
             return (0, 0, phase)
-        return (*min((self.place.get(job.recipe.keys[p.index], 0), p.start) for p in own), phase)
+        return (*min((self.place.get(job.key(p), 0), job.start(p)) for p in own), phase)
 
     def _shared(self, recipes: Sequence[Recipe]) -> Batch:
         """All of a unit's recipes at once, on the whole of what they read."""
         jobs = tuple(Job(recipe=r, tile=whole_tile(self.graph.templates[r.template])) for r in recipes)
-        sizes = {job.recipe.keys[part.index]: part.nbytes for job in jobs for part in job.tile.reads}
+        sizes = {(job.key(part), job.start(part)): part.nbytes for job in jobs for part in job.tile.reads}
         total = sum(_aligned(size) for size in sizes.values())
         transient = max(job.tile.transient for job in jobs)
         return Batch(
@@ -118,22 +118,22 @@ class Scheduler:
         held: set[tuple[str, int]] = set()
         for batch in batches:
             end = None
-            seen: set[str] = set()
+            seen: set[tuple[str, int]] = set()
             for job in batch.jobs:
                 for part in job.tile.reads:
-                    key = job.recipe.keys[part.index]
+                    key = job.key(part)
                     if part.held:
-                        if part.nbytes and (job.recipe.fqn, part.index) not in held:
-                            held.add((job.recipe.fqn, part.index))
+                        if part.nbytes and (job.recipe.label, part.index) not in held:
+                            held.add((job.recipe.label, part.index))
                             yield
                         continue
-                    if (batch.shared and key in seen) or not part.nbytes:
+                    if (batch.shared and (key, job.start(part)) in seen) or not part.nbytes:
                         continue
-                    seen.add(key)
+                    seen.add((key, job.start(part)))
                     file, offset = self.where.get(key, ("", 0))
-                    if (file, offset + part.start) != end:
+                    if (file, offset + job.start(part)) != end:
                         yield
-                    end = (file, offset + part.stop)
+                    end = (file, offset + job.start(part) + part.nbytes)
 
 
 def _units(graph: LoadGraph) -> list[list[Recipe]]:
@@ -174,7 +174,8 @@ def _spans(recipe: Recipe, tiling: Tiling) -> dict[str, list[tuple[int, int]]]:
     found: dict[str, list[tuple[int, int]]] = {}
     for tile in tiling.tiles:
         for part in tile.reads:
-            found.setdefault(recipe.keys[part.index], []).append((part.start, part.stop))
+            first = recipe.start(part.index)
+            found.setdefault(recipe.keys[part.index], []).append((first + part.start, first + part.stop))
     merged: dict[str, list[tuple[int, int]]] = {}
     for key, ranges in found.items():
         done = merged.setdefault(key, [])
@@ -211,8 +212,8 @@ def _with_held(batches: Iterable[Batch]) -> Iterator[Batch]:
         more = 0
         for job in batch.jobs:
             for part in job.tile.reads:
-                if part.held and (job.recipe.fqn, part.index) not in held:
-                    held.add((job.recipe.fqn, part.index))
+                if part.held and (job.recipe.label, part.index) not in held:
+                    held.add((job.recipe.label, part.index))
                     more += part.nbytes
         yield replace(batch, read_bytes=batch.read_bytes + more) if more else batch
 

@@ -124,31 +124,30 @@ def read_batch(
     """The tensors of each job, read into ``buffer`` or straight into the constants."""
     pieces: list[Piece] = []
     tensors: list[list[Tensor]] = []
-    shared: dict[str, Tensor] = {}
+    shared: dict[tuple[str, int], Tensor] = {}
     at = 0
     for job in batch.jobs:
-        keys = job.recipe.keys
         if job.tile.direct is not None and store.device_of(job.recipe).type == "cpu":
             (part,) = job.tile.reads
             (index, _), start = job.tile.outs[0], job.tile.direct
             target = bytes_of(store.allocate(job.recipe)[index])[start : start + part.nbytes]
-            pieces.append(Piece(keys[part.index], part.start, target))
+            pieces.append(Piece(job.key(part), job.start(part), target))
             tensors.append([])
             continue
         given: list[Tensor] = []
         for part in job.tile.reads:
-            key = keys[part.index]
+            place = job.key(part), job.start(part)
             if part.held:
                 given.append(_held(job, part, checkpoint, store))
-            elif batch.shared and key in shared:
-                given.append(shared[key])
+            elif batch.shared and place in shared:
+                given.append(shared[place])
             else:
                 assert buffer is not None
                 view, tensor = buffer.take(at, part if job.tile.direct is None else _as_bytes(part))
                 at += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
-                pieces.append(Piece(key, part.start, view))
+                pieces.append(Piece(*place, view))
                 given.append(tensor)
-                shared[key] = tensor
+                shared[place] = tensor
         tensors.append(given)
     checkpoint.fill(pieces)
     return tensors
@@ -164,7 +163,7 @@ def _held(job: Job, part: ReadPart, checkpoint: Checkpoint, store: Store) -> Ten
     with store.lock:
         held = store.held(job.recipe)
         if part.index not in held:
-            held[part.index] = checkpoint.read(job.recipe.keys[part.index])
+            held[part.index] = job.recipe.taken(part.index, checkpoint.read(job.key(part)))
             store.account.add("cpu", held[part.index].nbytes)
         return held[part.index]
 
@@ -173,7 +172,7 @@ def view_job(job: Job, tensors: Mapping[str, Tensor]) -> list[Tensor]:
     """The parts that a job reads, as views of tensors in memory."""
     parts = []
     for part in job.tile.reads:
-        tensor = tensors[job.recipe.keys[part.index]]
+        tensor = job.recipe.taken(part.index, tensors[job.key(part)])
         where = part.range
         parts.append(
             tensor if where is None else tensor.narrow(where.axis, where.start, where.stop - where.start)
@@ -209,10 +208,11 @@ def check_recipe(
 ) -> None:
     """Refuse tensors of other dtypes or shapes than were planned."""
     inputs = placeholders(graph.templates[recipe.template])
-    for key, node, (dtype, shape) in zip(recipe.keys, inputs, given, strict=True):
+    for i, (key, node, (dtype, shape)) in enumerate(zip(recipe.keys, inputs, given, strict=True)):
         expected = value(node)
-        if tuple(shape) != tuple(expected.shape) or dtype != expected.dtype:
+        wanted = recipe.stored_shape(i, expected.shape)
+        if tuple(shape) != wanted or dtype != expected.dtype:
             raise WeightMismatchError(
-                f"{recipe.fqn}: expected {expected.dtype} {list(expected.shape)}, "
+                f"{recipe.label}: expected {expected.dtype} {list(wanted)}, "
                 f"got {dtype} {list(shape)} from {key}"
             )

@@ -14,9 +14,10 @@ from fxquant.held import derive, hold
 from fxquant.materialize.jobs import Job
 from fxquant.materialize.meter import Account
 from fxquant.materialize.program import ABSMAX, Maxima
-from fxquant.materialize.recipes import LoadGraph, Recipe, laid_out_shapes, result_vals
+from fxquant.materialize.recipes import LoadGraph, Recipe, result_vals
 from fxquant.materialize.row_rules import WHOLE
 from fxquant.materialize.scattered import Scattered
+from fxquant.numerics.experts import expert_of
 
 Constants = dict[str, tuple[Tensor, ...]]
 """FQN -> the constants of its weight, in the order of the recipe."""
@@ -56,9 +57,7 @@ class Store:
         return torch.device("cpu") if recipe.host else self.device
 
     def _new(self, recipe: Recipe) -> tuple[Tensor, ...]:
-        shapes = self._shapes[recipe.template]
-        if recipe.laid_out is not None:
-            shapes = laid_out_shapes(recipe.laid_out, shapes)
+        shapes = recipe.shapes(self._shapes[recipe.template])
         shapes = (*shapes, *([(torch.Size((1,)), torch.float32)] * len(recipe.given)))
         given = self.into.get(recipe.fqn)
         if given is not None:
@@ -122,6 +121,8 @@ class Store:
         """The constants as the template's results: codes that lie in parts are one matrix again."""
         constants = self.allocate(recipe)  # of a weight that is not whole
         form = recipe.laid_out
+        if recipe.expert is not None:
+            return expert_of(constants, recipe.expert)
         if form is None:
             return constants
         n, columns = self._shapes[recipe.template][0][0]
@@ -159,26 +160,26 @@ class Store:
         ends = [end for end in job.tile.program.ends if end.spec is not None]
         if not ends or (ends[0].kind != ABSMAX and not job.tile.phase):
             return None
-        fqn = job.recipe.fqn
+        label = job.recipe.label
         with self.lock:
-            if fqn not in self._maxima:
+            if label not in self._maxima:
                 spec = ends[0].spec
                 assert spec is not None
                 scale = self._result(job.recipe, ends[0].outs[spec.names.index(spec.scanned)])
-                self._maxima[fqn] = Maxima(scale, threading.Lock())
-            return self._maxima[fqn]
+                self._maxima[label] = Maxima(scale, threading.Lock())
+            return self._maxima[label]
 
     def held(self, recipe: Recipe) -> dict[int, Tensor]:
         """Reads that several tiles of a weight need, by position; the caller fills it under the lock."""
-        return self._held.setdefault(recipe.fqn, {})
+        return self._held.setdefault(recipe.label, {})
 
     def done(self, recipe: Recipe) -> None:
-        """A weight is whole: give its constants their final layout, forget what its tiles shared."""
+        """A weight, or one expert, is whole: give it its final layout, forget what its tiles shared."""
         with self.lock:
             self._hold(recipe)
             self._cast(recipe)
-            self._maxima.pop(recipe.fqn, None)
-            held = self._held.pop(recipe.fqn, {})
+            self._maxima.pop(recipe.label, None)
+            held = self._held.pop(recipe.label, {})
             self.account.add("cpu", -sum(tensor.nbytes for tensor in held.values()))
 
     def clear(self) -> None:

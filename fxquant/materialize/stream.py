@@ -25,6 +25,7 @@ from fxquant.materialize.scattered import in_parts
 from fxquant.materialize.store import Constants, Store
 from fxquant.materialize.tiles import ReadPart, whole_tile
 from fxquant.numerics import same_values
+from fxquant.numerics.experts import expert_of
 
 log = logging.getLogger("fxquant.materialize")
 
@@ -53,26 +54,29 @@ class Arriving:
         came = sum(math.prod(stop - start for start, stop in region) for region in self.regions)
         return bool(self.regions) and came == math.prod(self.shape)
 
-    def needed(self, part: ReadPart) -> tuple[int, int]:
+    def needed(self, job: Job, part: ReadPart) -> tuple[int, int]:
         """The rows that a part needs."""
-        where = part.range
+        where, taken = part.range, job.recipe.slice(part.index)
+        if taken is not None:
+            return taken.index, taken.index + 1
         if where is None or where.axis:
             return 0, self.shape[0] if self.shape else 1
         return where.start, where.stop
 
-    def has(self, part: ReadPart) -> bool:
+    def has(self, job: Job, part: ReadPart) -> bool:
         """Whether the rows of a part have come."""
-        if part.range is None or not self.shape:
+        sliced = job.recipe.slice(part.index) is not None
+        if not sliced and (part.range is None or not self.shape):
             return self.complete and self.assembled is None
-        at, stop = self.needed(part)
+        at, stop = self.needed(job, part)
         for first, last, _ in sorted(self.rows, key=lambda row: row[0]):
             if first <= at < last:
                 at = last
         return at >= stop
 
-    def take(self, part: ReadPart) -> Tensor:
+    def take(self, job: Job, part: ReadPart) -> Tensor:
         """The tensor of a part that has come."""
-        start, stop = self.needed(part)
+        start, stop = self.needed(job, part)
         pieces = [
             tensor.narrow(0, max(start, first) - first, min(stop, last) - max(start, first))
             if self.shape
@@ -82,13 +86,17 @@ class Arriving:
         ]
         rows = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else self.empty()
         where = part.range
-        if where is not None and where.axis:
+        if job.recipe.slice(part.index) is not None:
+            (rows,) = rows
+        elif where is not None and not where.axis:
+            return rows
+        if where is not None:
             return rows.narrow(where.axis, where.start, where.stop - where.start)
         return rows
 
-    def copied(self, part: ReadPart) -> int:
+    def copied(self, job: Job, part: ReadPart) -> int:
         """Bytes that ``take`` copies, to join rows that came in several parts."""
-        start, stop = self.needed(part)
+        start, stop = self.needed(job, part)
         pieces = sum(max(start, first) < min(stop, last) for first, last, _ in self.rows)
         rows = math.prod(self.shape[1:]) * self.dtype.itemsize
         return (stop - start) * rows if self.shape and pieces > 1 else 0
@@ -124,11 +132,13 @@ class Arrivals:
         self.left: dict[str, set[int]] = {}
         self.first_pass: dict[str, set[int]] = {}
         self.by_key: dict[str, list[tuple[int, Job]]] = {}
+        self.fqns: dict[str, str] = {}
         jobs = (job for batch in schedule.batches for job in batch.jobs)
         for number, job in enumerate(jobs):
-            self.left.setdefault(job.recipe.fqn, set()).add(number)
+            self.left.setdefault(job.recipe.label, set()).add(number)
+            self.fqns[job.recipe.label] = job.recipe.fqn
             if job.tile.program.scans:
-                self.first_pass.setdefault(job.recipe.fqn, set()).add(number)
+                self.first_pass.setdefault(job.recipe.label, set()).add(number)
             for part in job.tile.reads:
                 key = job.recipe.keys[part.index]
                 self._arriving(job.recipe, part.index, key).jobs.append((job, part))
@@ -137,7 +147,8 @@ class Arrivals:
     def _arriving(self, recipe: Recipe, index: int, key: str) -> Arriving:
         if key not in self.keys:
             planned = value(placeholders(self.graph.templates[recipe.template])[index])
-            self.keys[key] = Arriving(key=key, shape=tuple(planned.shape), dtype=planned.dtype)
+            shape = recipe.stored_shape(index, planned.shape)
+            self.keys[key] = Arriving(key=key, shape=shape, dtype=planned.dtype)
         return self.keys[key]
 
     @property
@@ -204,27 +215,27 @@ class Arrivals:
     def ready(self) -> Iterator[tuple[Job, list[Tensor]]]:
         """Jobs that can run now with what they read; to be run before the next is asked for."""
         for number, job in self.by_key.get(self.last_key, ()):
-            if number not in self.left[job.recipe.fqn]:
+            if number not in self.left[job.recipe.label]:
                 continue
             arriving = [(self.keys[job.recipe.keys[part.index]], part) for part in job.tile.reads]
             if job.tile.direct is not None:
                 if arriving[0][0].complete:
                     self._mark(number, job)
                 continue
-            waits = job.tile.phase and self.left[job.recipe.fqn] & self.first_pass[job.recipe.fqn]
-            if waits or not all(found.has(part) for found, part in arriving):
+            waits = job.tile.phase and self.left[job.recipe.label] & self.first_pass[job.recipe.label]
+            if waits or not all(found.has(job, part) for found, part in arriving):
                 continue
             self.store.allocate(job.recipe)
-            copied = sum(found.copied(part) for found, part in arriving)
+            copied = sum(found.copied(job, part) for found, part in arriving)
             self._check_budget(copied + job.tile.transient)
             self.account.add("cpu", copied)
-            yield job, [found.take(part) for found, part in arriving]
+            yield job, [found.take(job, part) for found, part in arriving]
             self.account.add("cpu", -copied)
             self._mark(number, job)
 
     def _mark(self, number: int, job: Job) -> None:
         """A job is done."""
-        left = self.left[job.recipe.fqn]
+        left = self.left[job.recipe.label]
         left.discard(number)
         if not left:
             self.store.done(job.recipe)
@@ -233,9 +244,9 @@ class Arrivals:
         """Let go of parts whose jobs have all run."""
         for found in self._touched():
             undone = [
-                found.needed(part)
+                found.needed(job, part)
                 for (job, part), (number, _) in zip(found.jobs, self.by_key[found.key], strict=True)
-                if number in self.left[job.recipe.fqn] and job.tile.direct is None
+                if number in self.left[job.recipe.label] and job.tile.direct is None
             ]
             for row in list(found.rows):
                 if not any(max(row[0], start) < min(row[1], stop) for start, stop in undone):
@@ -251,7 +262,7 @@ class Arrivals:
     def _take_again(self, found: Arriving, tensor: Tensor, region: Region) -> None:
         """A tied weight may come under each of its names; the values must be the same."""
         whole = tuple((0, size) for size in found.shape)
-        recipes = {job.recipe.fqn: job.recipe for job, _ in found.jobs}
+        recipes = {job.recipe.label: job.recipe for job, _ in found.jobs}
         if region != whole or any(recipe.keys != (found.key,) for recipe in recipes.values()):
             raise WeightMismatchError(f"the stream brings {self.last!r} a second time")
         for recipe in recipes.values():
@@ -268,7 +279,7 @@ class Arrivals:
 
     def missing(self) -> list[str]:
         """Weights that did not come."""
-        return [fqn for fqn, numbers in self.left.items() if numbers]
+        return list(dict.fromkeys(self.fqns[label] for label, numbers in self.left.items() if numbers))
 
 
 def check_again(graph: LoadGraph, recipe: Recipe, tensor: Tensor, constants: Constants) -> None:
@@ -276,12 +287,15 @@ def check_again(graph: LoadGraph, recipe: Recipe, tensor: Tensor, constants: Con
     template = graph.templates[recipe.template]
     results = [torch.empty(val.shape, dtype=val.dtype) for val in result_vals(template)]
     tile = whole_tile(template)
-    tile.program.run([tensor], dict(enumerate(results)), torch.empty(tile.scratch // 4))
+    given = recipe.taken(0, tensor)
+    tile.program.run([given], dict(enumerate(results)), torch.empty(tile.scratch // 4))
     made = in_parts(recipe.laid_out, results)
     if recipe.held is not None:
         names = recipe.constants
         made = tuple(hold(recipe.held, name, part) for name, part in zip(names, made, strict=False))
-    before = [part.cpu() for part in constants[recipe.fqn][: len(made)]]
+    kept = constants[recipe.fqn]
+    kept = kept if recipe.expert is None else expert_of(kept, recipe.expert)
+    before = [part.cpu() for part in kept[: len(made)]]
     if not all(same_values(a, b) for a, b in zip(before, made, strict=True)):
         raise TiedWeightError(
             f"{recipe.fqn}: the model ties its names together, the stream brings different values for them"
