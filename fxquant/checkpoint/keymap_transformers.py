@@ -10,6 +10,7 @@ tells which parameters a converter gives and in which shapes, and its operations
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -66,6 +67,11 @@ class Conversion:
     def rule(self) -> str:
         """Short text for the plan."""
         return "transformers: " + "+".join(type(operation).__name__ for operation in self.operations)
+
+    @property
+    def stacks(self) -> bool:
+        """Whether it stacks the tensors of a list of modules, such as experts."""
+        return any(type(operation).__name__ == "MergeModulelist" for operation in self.operations)
 
     def run(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """All results by FQN (the same steps as WeightConverter.convert)."""
@@ -185,6 +191,8 @@ class TransformersRules:
         )
         inputs = [self._on_meta(key) for key in keys]
         try:
+            for pattern, group in found.keys.items() if conversion.stacks else ():
+                _check_numbers(pattern, group)
             results = conversion.run(inputs)
         except _OPERATION_ERRORS as error:
             failures[target] = f"{conversion.rule} of {listed(keys)} failed: {error}"
@@ -236,6 +244,17 @@ class TransformersRules:
     def _on_meta(self, key: str) -> torch.Tensor:
         info = self.infos[key]
         return torch.empty(info.shape, dtype=info.dtype, device="meta")
+
+
+def _check_numbers(pattern: str, keys: Sequence[str]) -> None:
+    """Refuse keys of a list of modules of which one is missing: the stack would move those behind it up."""
+    parts = [re.split(r"(\d+)", key) for key in keys]
+    differing = [column for column in zip(*parts, strict=False) if len(set(column)) > 1]
+    if len(differing) != 1 or any(len(part) != len(parts[0]) for part in parts):
+        return  # of several lists, or of one module: the shape of the result tells
+    lost = [i for i in range(len(keys)) if str(i) not in differing[0]]
+    if lost:
+        raise ValueError(f"{pattern} is stored {len(keys)} times, but not for {lost[0]}")
 
 
 def transformers_rules(

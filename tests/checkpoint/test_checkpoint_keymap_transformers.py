@@ -202,28 +202,44 @@ def test_state_dict_in_the_layout_of_the_model() -> None:
     assert keymap.missing == ()
 
 
-@pytest.mark.parametrize("lost", [["w1"], ["w1", "w2", "w3"]])
-def test_lost_expert_is_told_before_anything_is_read(lost: list[str], tmp_path: Path) -> None:
+NAMES = ("w1", "w2", "w3")
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"7": "12"}, "is stored 12 times, but not for 7"),  # the stack would have 12, each behind 7 moved up
+        ({"7": "07"}, "is stored 12 times, but not for 7"),
+        ({"7": ""}, "is stored 11 times, but not for 7"),
+    ],
+)
+@pytest.mark.parametrize("names", [("w1",), NAMES])
+def test_lost_expert_is_told_before_anything_is_read(
+    changed: dict[str, str], reason: str, names: tuple[str, ...], tmp_path: Path
+) -> None:
+    AutoModelForCausalLM.from_config(MIXTRAL).save_pretrained(tmp_path)
+    ((old, new),) = changed.items()
+    place = "model.layers.1.block_sparse_moe.experts"
+    moved = {f"{place}.{old}.{name}.weight": new and f"{place}.{new}.{name}.weight" for name in names}
+    rewrite(tmp_path, lambda tensors: {moved.get(k, k): v for k, v in tensors.items() if moved.get(k, k)})
+    checkpoint = open_checkpoint(tmp_path)
+    keymap = resolve(on_meta(AutoModelForCausalLM, MIXTRAL), checkpoint)
+    with pytest.raises(
+        MissingWeightError, match=f"experts.gate_up_proj: .*Concatenate of .* failed: .*{reason}"
+    ):
+        require_complete(keymap, checkpoint)
+
+
+def test_fewer_experts_than_the_model_has(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(MIXTRAL).save_pretrained(tmp_path)
     rewrite(
         tmp_path,
-        lambda tensors: {
-            key: value
-            for key, value in tensors.items()
-            if key not in {f"model.layers.1.block_sparse_moe.experts.7.{name}.weight" for name in lost}
-        },
+        lambda tensors: {k: v for k, v in tensors.items() if ".1.block_sparse_moe.experts.11." not in k},
     )
-    checkpoint = open_checkpoint(tmp_path)
-    model = on_meta(AutoModelForCausalLM, MIXTRAL)
-    if lost == ["w1"]:  # the two halves of gate_up_proj differ in length
-        keymap = resolve(model, checkpoint)
-        with pytest.raises(MissingWeightError, match=r"experts.gate_up_proj: .*Concatenate of .* failed"):
-            require_complete(keymap, checkpoint)
-    else:
-        with pytest.raises(
-            WeightMismatchError, match=r"of 22 stored tensors .*gives shape \(11, 48, 16\).*\(12, 48, 16\)"
-        ):
-            resolve(model, checkpoint)
+    with pytest.raises(
+        WeightMismatchError, match=r"of 22 stored tensors .*gives shape \(11, 48, 16\).*\(12, 48, 16\)"
+    ):
+        resolve(on_meta(AutoModelForCausalLM, MIXTRAL), open_checkpoint(tmp_path))
 
 
 def test_experts_stored_in_both_layouts_are_not_guessed_between(tmp_path: Path) -> None:
