@@ -13,6 +13,7 @@ from typing_extensions import Unpack
 from fxquant.capture_model import untraceable
 from fxquant.checkpoint import Checkpoint, open_checkpoint, write_constants
 from fxquant.errors import ConfigError
+from fxquant.experts_forward import unroll_experts
 from fxquant.lowered import Lowered, lower_model
 from fxquant.materialize.progress import choose_progress
 from fxquant.obtain import obtain, saved_plan
@@ -64,6 +65,7 @@ def compile(model: ModelOrFactory, ckpt: Any = None, **options: Unpack[Options])
     state = RunState(strict=request.strict, kernels=request.target.eager_kernels())
     install_weights(module, planned.groups, planned.forms, loaded.constants, state, request.device)
     place_buffers(module, request.device)
+    unroll_experts(module)
     module.__dict__["fxquant_plan"] = planned.plan
     module.__dict__["_fxquant_load"] = replace(loaded, constants={})  # what loading took
     module.__dict__["_fxquant_shell"] = Shell(

@@ -23,6 +23,7 @@ from fxquant.checkpoint import (
 )
 from fxquant.config import Choice, QuantConfig
 from fxquant.errors import ExtraWeightError, RefusedError
+from fxquant.experts_forward import NAME, unrolled_experts
 from fxquant.form import Form
 from fxquant.loading import (
     LoadOptions,
@@ -38,14 +39,17 @@ from fxquant.materialize.progress import Report
 from fxquant.materialize.recipes import LoadGraph
 from fxquant.materialize.schedule import Scheduler
 from fxquant.max_error import Asked, keep_max_error
-from fxquant.module_walk import embedding_names, walked_uses
+from fxquant.module_walk import embedding_names, routes_beside_experts, walked_uses
 from fxquant.parameters import WeightGroup, repair_buffers, weight_groups
 from fxquant.passes.choose_form import Decision, Use, choose_form
+from fxquant.passes.routers import is_returned
 from fxquant.passes.weight_uses import weight_uses
 from fxquant.plan import Plan
 from fxquant.plan_rows import kernels_of, plan_rows, rewrites_of
 from fxquant.stored import decide_stored, find_stored, match_stored
 from fxquant.target import Target
+
+UNROLLED = f"experts: implementation {NAME!r}, rows in groups, in the place of a loop that does not trace"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,13 +129,14 @@ def _make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request
     loaded = tuple(group for group in groups if group.fqn in keymap.entries)
     # Forms do not depend on sizes of inputs, and a static trace takes less than half the time. Nor do
     # they depend on the device, and inputs and buffers are on the CPU before a model is loaded.
-    capture = capture_model(
-        model,
-        request.example_inputs,
-        device=request.device if request.whole else torch.device("cpu"),
-        dynamic=request.dynamic and request.whole,
-        whole=request.whole,
-    )
+    with unrolled_experts(model) as unrolled:
+        capture = capture_model(
+            model,
+            request.example_inputs,
+            device=request.device if request.whole else torch.device("cpu"),
+            dynamic=request.dynamic and request.whole,
+            whole=request.whole,
+        )
     uses = _uses(model, groups, capture)
     decisions = {
         group.fqn: _decide(model, group, keymap.entries[group.fqn], uses[group.fqn], checkpoint, request)
@@ -161,7 +166,7 @@ def _make_plan(model: nn.Module, checkpoint: Checkpoint | None, request: Request
         rewrites=rewrites,
         unmatched=request.config.unmatched(_names(groups, keymap)),
         extra=keymap.extra,
-        notes=(*keymap.notes, *_run_notes(model, capture)),
+        notes=(*keymap.notes, *((UNROLLED,) if unrolled else ()), *_run_notes(model, capture)),
         predicted_peak=schedule.peak,
         timeline=schedule.timeline,
         loading={**describe_loading(schedule, checkpoint, request.load), **measured},
@@ -262,15 +267,25 @@ def _uses(model: nn.Module, groups: tuple[WeightGroup, ...], capture: ModelCaptu
     """Uses of every tensor by canonical FQN, from the captured graphs, else by its owner's type."""
     canonical = {name: group.fqn for group in groups for name in group.fqns}
     uses: dict[str, list[Use]] = {group.fqn: [] for group in groups}
+    givers: dict[str, tuple[str, ...]] = {}  # modules that give what is made of a weight to nobody in a graph
     for captured in capture.graphs:
         for node in captured.gm.graph.find_nodes(op="placeholder"):
             name = captured.tensors.get(str(node.target))
             if name in canonical:
-                uses[canonical[name]] += [Use.of(use) for use in weight_uses(node)]
+                found = weight_uses(node)
+                uses[canonical[name]] += [Use.of(use) for use in found]
+                if captured.where and any(is_returned(use.node) for use in found):
+                    givers[canonical[name]] = (captured.where,)
     traced = bool(capture.graphs or capture.problems)
     for group in groups:
         if not uses[group.fqn]:
             uses[group.fqn] = [use for name in group.fqns for use in walked_uses(model, name, traced=traced)]
+            owner = group.fqn.rpartition(".")[0]
+            givers[group.fqn] = (owner, owner.rpartition(".")[0])
+    for fqn, where in givers.items():
+        if any(use.k_axis == 1 for use in uses[fqn]):
+            routes = routes_beside_experts(model, fqn, where)
+            uses[fqn] = [replace(use, routes=use.routes or routes) for use in uses[fqn]]
     return uses
 
 

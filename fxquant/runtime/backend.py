@@ -19,7 +19,8 @@ from fxquant.form import Form
 from fxquant.graph import placeholders
 from fxquant.pass_manager import trace
 from fxquant.passes import rewrite
-from fxquant.passes.weight_uses import OtherUse, weight_uses
+from fxquant.passes.uses import OtherUse
+from fxquant.passes.weight_uses import weight_uses
 from fxquant.runtime.quantized_weight import QuantizedWeight
 from fxquant.runtime.state import RunState
 from fxquant.target import Target
@@ -51,7 +52,8 @@ def compile_graph(
         flat, {names[i]: form for i, form in forms.items()}, target, disable=disable, proven=True
     )
     counts = {result.name: result.rewrites for result in results}
-    state.rewritten += counts.get("quantize_linear", 0) + counts.get("quantize_embedding", 0)
+    rewrites = ("quantize_linear", "quantize_experts", "quantize_embedding")
+    state.rewritten += sum(counts.get(name, 0) for name in rewrites)
     _count_floats(flat, state)
     trace("run_graph", flat, {"rewrites": counts})
     run = compile_inner(flat, inner)

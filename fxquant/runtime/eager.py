@@ -32,10 +32,19 @@ class Weight(Protocol):
         """The constants, with the codes in one part."""
 
 
-def quantized_linear(x: Tensor, weight: Weight, bias: Tensor | None, kernels: Mapping[str, str]) -> Tensor:
+def quantized_linear(
+    x: Tensor,
+    weight: Weight,
+    last: Tensor | None,
+    kernels: Mapping[str, str],
+    *,
+    grouped: bool = False,
+) -> Tensor:
     """``F.linear`` of ``x [..., K]`` with a quantized weight; the result has the dtype of ``x``.
 
-    ``kernels``: for dialect ops, those that the plan chose; others are the ones of the device.
+    ``last``: the bias. ``grouped``: the weight is experts, ``x`` is ``[S, K]``, and ``last`` are the ends of
+    the rows of each. ``kernels``: for dialect ops, those that the plan chose; others are the ones of the
+    device.
     """
     dtype = x.dtype
     if torch.is_autocast_enabled(x.device.type):
@@ -44,12 +53,13 @@ def quantized_linear(x: Tensor, weight: Weight, bias: Tensor | None, kernels: Ma
     if weight.form.rotated:
         x = fxq.hadamard(x, block_size(x.shape[-1]))
     scheme, spec = weight.form.quantized_as, str(weight.form.weight.plain)
-    name = _kernel(kernels.get(scheme.op, ""), scheme.op, x.device.type)
+    dialect = scheme.grouped_op if grouped else scheme.op
+    name = _kernel(kernels.get(dialect, ""), dialect, x.device.type)
     op = resolve(name)
     if name.endswith("::linear"):
-        return op(x, list(weight.constants), bias, str(weight.form), dtype)  # type: ignore[no-any-return]
+        return op(x, list(weight.constants), last, str(weight.form), dtype)  # type: ignore[no-any-return]
     if scheme.act is None:
-        return op(x, list(weight.whole), spec, bias)  # type: ignore[no-any-return]
+        return op(x, list(weight.whole), spec, last)  # type: ignore[no-any-return]
     if scheme.act.static:
         assert weight.act_scale is not None
         x_codes = fxq.quantize_act_static(x, weight.act_scale, str(scheme.act))
@@ -58,9 +68,9 @@ def quantized_linear(x: Tensor, weight: Weight, bias: Tensor | None, kernels: Ma
         x_codes, x_scale = fxq.quantize_act(x, str(scheme.act))
     if scheme.op == "fxquant::scaled_mm":
         codes, scale = weight.whole
-        return op(x_codes, codes, x_scale, scale, bias, dtype)  # type: ignore[no-any-return]
+        return op(x_codes, codes, x_scale, scale, last, dtype)  # type: ignore[no-any-return]
     return op(  # type: ignore[no-any-return]
-        x_codes, x_scale, str(scheme.act), list(weight.whole), spec, x.shape[-1], bias, dtype
+        x_codes, x_scale, str(scheme.act), list(weight.whole), spec, x.shape[-1], last, dtype
     )
 
 

@@ -25,7 +25,8 @@ from fxquant.parameters import find_holders
 from fxquant.passes.choose_form import Use, choose_form
 from fxquant.passes.weight_uses import weight_uses
 from fxquant.runtime.backend import Compiled, compile_graph, log, plain_fakes
-from fxquant.runtime.quantized_weight import QuantizedWeight, quantize_values
+from fxquant.runtime.float_values import quantize_values
+from fxquant.runtime.quantized_weight import QuantizedWeight
 from fxquant.runtime.shell import put_tensor
 from fxquant.runtime.state import RunState
 from fxquant.target import Target
@@ -220,7 +221,7 @@ def _target(given: object, device_types: Iterable[str]) -> Target:
 
 
 def _parameters(inputs: Sequence[Any]) -> dict[int, Tensor]:
-    """The float matrices and kernels among a graph's inputs that are parameters, by position."""
+    """The float matrices, experts and kernels among a graph's inputs that are parameters, by position."""
     return {
         i: given
         for i, given in enumerate(inputs)

@@ -19,11 +19,13 @@ from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 from typing_extensions import Self
 
-from fxquant import numerics
 from fxquant.errors import QuantizedWeightError
 from fxquant.form import Form
-from fxquant.held import derive, hold, unhold
+from fxquant.held import derive, unhold
+from fxquant.passes.weight_uses import GROUPED
 from fxquant.runtime.eager import quantized_embedding, quantized_linear, whole_codes
+from fxquant.runtime.expert_weight import FLOATS_INSTEAD, index, product, select, transpose, unbind
+from fxquant.runtime.float_values import dequantize_values, quantize_values, whole_shape
 from fxquant.runtime.read_only import check_not_written, frozen
 from fxquant.runtime.state import RunState
 
@@ -58,7 +60,7 @@ class QuantizedWeight(Tensor):
         state: RunState | None = None,  # noqa: ARG004 - for __init__
     ) -> Self:
         """A wrapper of the float weight's shape over ``constants``, in the order of the form."""
-        shape = form.own_shape(*whole_shape(constants, form))
+        shape = (*constants[0].shape[:-2], *form.own_shape(*whole_shape(constants, form)))
         return Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=constants[0].device, requires_grad=False
         )
@@ -99,11 +101,7 @@ class QuantizedWeight(Tensor):
 
     def dequantize(self) -> Tensor:
         """A plain float tensor of the claimed shape and dtype: what the codes stand for."""
-        k = self.form.codes_shape(tuple(self.shape))[1]
-        floats = numerics.dequantize_weight(self.whole, self.form.weight, k, self.dtype)
-        if self.form.rotated:
-            floats = numerics.hadamard(floats, numerics.block_size(k)).to(self.dtype)
-        return self.form.as_parameter(floats)
+        return dequantize_values(self.whole, self.form, tuple(self.shape), self.dtype)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, torch.dtype]]:
         return list(self.form.constants), (str(self.form), self.dtype)
@@ -122,6 +120,10 @@ class QuantizedWeight(Tensor):
             named = zip(self.form.constants, constants, strict=True)
             constants = tuple(part.to(dtype) if name == "table" else part for name, part in named)
         return QuantizedWeight(constants, self.form, dtype, self.state)
+
+    def over(self, constants: tuple[Tensor, ...], form: Form) -> QuantizedWeight:
+        """A weight of the same model and dtype."""
+        return QuantizedWeight(constants, form, self.dtype, self.state)
 
     def moved(self, place: torch.device) -> QuantizedWeight:
         """The same weight on another device."""
@@ -194,7 +196,13 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _convolution(*args)
     handler = HANDLERS.get(func)
     if handler is not None and isinstance(args[0], QuantizedWeight):
-        return handler(func, *args, **kwargs)
+        result = handler(func, *args, **kwargs)
+        if result is not FLOATS_INSTEAD:
+            return result
+    if func in PRODUCTS or func._schema.name in GROUPED:
+        result = product(func, args, kwargs)
+        if result is not FLOATS_INSTEAD:
+            return result
     check_not_written(func, args, kwargs, (QuantizedWeight,))
     return _with_floats(func, args, kwargs)
 
@@ -215,6 +223,7 @@ def _takes_codes(input: Any, weight: Any, bias: Any = None) -> bool:  # noqa: A0
         isinstance(weight, QuantizedWeight)
         and not isinstance(input, QuantizedWeight)
         and not isinstance(bias, QuantizedWeight)
+        and weight.dim() == 2
         and not weight.form.transposed
         and not weight.form.host
         and not weight.form.kernel
@@ -330,24 +339,6 @@ def _copy_(func: Any, weight: QuantizedWeight, source: Tensor, non_blocking: boo
     return weight
 
 
-def quantize_values(values: Tensor, form: Form) -> dict[str, Tensor]:
-    """The constants of ``form`` for float ``values`` in the parameter's layout, but what was given."""
-    rows = form.as_matrix(values)
-    rows = numerics.hadamard(rows.detach(), numerics.block_size(rows.shape[1])) if form.rotated else rows
-    codes, *beside = numerics.quantize_weight(rows.detach(), form.weight)
-    parts = [codes[region] for region in form.code_regions(*rows.shape)]
-    parts = [part.t().contiguous() if form.kn else part.contiguous() for part in parts]
-    found = dict(zip(form.codes, parts, strict=True))
-    found |= dict(zip(form.weight.names[1:], beside, strict=True))
-    found = {name: hold(form, name, part) for name, part in found.items()}
-    return {**found, "table": values.detach().clone()} if form.table else found
-
-
-def whole_shape(constants: tuple[Tensor, ...], form: Form) -> tuple[int, int]:
-    """N and K of the codes that ``constants`` hold."""
-    return form.whole_size([part.shape for part in constants[: len(form.codes)]])
-
-
 def _lookup(func: Any, weight: QuantizedWeight, indices: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Rows of the exact table, or of the codes."""
     if weight.table is not None:
@@ -381,10 +372,18 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     aten._to_copy.default: _to_copy,
     aten.empty_like.default: _empty_like,
     aten.copy_.default: _copy_,
+    aten.select.int: select,
+    aten.index.Tensor: index,
+    aten.unbind.int: unbind,
+    aten.transpose.int: transpose,
+    aten.t.default: transpose,
     aten.embedding.default: _lookup,
     aten.set_.source_Storage: _no_storage,
 }
 """Ops that a quantized weight answers with another quantized weight, or in its own way."""
+
+PRODUCTS = (aten.mm.default, aten.bmm.default)
+"""Products that run on codes where the weight's axes allow it; besides them those of ``GROUPED``."""
 
 
 def rebuild_weight(*parts: Any) -> Tensor:

@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fxquant.capture import quiet_fast_paths
 from fxquant.errors import QuantizedWeightError
+from fxquant.experts_forward import register_experts
 from fxquant.form import Form
 from fxquant.ops import FLOATS
 from fxquant.parameters import WeightGroup, owner_of
@@ -175,6 +176,7 @@ class Shell:
         self.traceable = traceable
         self.disable_passes = disable_passes
         self.gate = gate or Gate()
+        register_experts()  # a pickled model may ask for them
         call = model._call_impl
         if traceable:
             keep_out_of_dynamo()

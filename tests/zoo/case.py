@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-EXPERTS = "3-D expert parameter"
+ROUTER = "decides which experts are used"
 EMBEDDING = "embedding table"
 TIED = "embedding table, tied to the head"
 HEAD = "language model head"
@@ -25,8 +25,8 @@ class ZooCase:
     it works with parameters on meta too. ``inputs()`` gives the keyword arguments of ``forward``
     (batch >= 2, so that every dimension may be dynamic). ``output(result)`` takes the tensor to
     compare. ``linears`` counts the distinct weights of linear-like matmuls that int8 should
-    quantize. ``floats`` names every other parameter of rank >= 2 by a glob, with the reason.
-    ``whole`` is False where the model does not export whole.
+    quantize; the experts of a layer are one. ``floats`` names every other parameter of rank >= 2 by a
+    glob, with the reason. ``whole`` is False where the model does not export whole.
     """
 
     name: str

@@ -6,7 +6,7 @@ from typing import Any
 
 import transformers as tf
 
-from zoo.case import CONV, EMBEDDING, EXPERTS, HEAD, TIED, ZooCase, from_config, ids, logits
+from zoo.case import CONV, EMBEDDING, HEAD, ROUTER, TABLE, TIED, ZooCase, from_config, ids, logits
 
 VOCAB = 96
 SMALL: dict[str, Any] = {
@@ -24,7 +24,11 @@ GQA: dict[str, Any] = SMALL | {
     "max_position_embeddings": 64,
 }
 HEADED = {"model.embed_tokens.weight": EMBEDDING, "lm_head.weight": HEAD}
-MOE = HEADED | {"model.layers.*.mlp.experts.*": EXPERTS}
+MOE = HEADED | {"model.layers.*.mlp.gate.weight": ROUTER}
+GPT_OSS = HEADED | {
+    "model.layers.*.mlp.router.weight": ROUTER,
+    "model.layers.*.mlp.experts.*_bias": TABLE,
+}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -174,12 +178,12 @@ LLMS: tuple[ZooCase, ...] = (
     _case("llama", from_config(tf.LlamaForCausalLM, llama), 14, HEADED),
     _case("qwen2", from_config(tf.Qwen2ForCausalLM, qwen2), 14, TIED_MODEL),
     _case("qwen3", from_config(tf.Qwen3ForCausalLM, qwen3), 14, HEADED),
-    _case("qwen3_moe", from_config(tf.Qwen3MoeForCausalLM, qwen3_moe), 10, MOE),
-    _case("mixtral", from_config(tf.MixtralForCausalLM, mixtral), 10, MOE),
-    _case("deepseek_v3", from_config(tf.DeepseekV3ForCausalLM, deepseek_v3), 17, MOE),
+    _case("qwen3_moe", from_config(tf.Qwen3MoeForCausalLM, qwen3_moe), 12, MOE),
+    _case("mixtral", from_config(tf.MixtralForCausalLM, mixtral), 12, MOE),
+    _case("deepseek_v3", from_config(tf.DeepseekV3ForCausalLM, deepseek_v3), 18, MOE),
     _case("gemma3", from_config(tf.Gemma3ForCausalLM, gemma3), 14, TIED_MODEL),
     _case("phi3", from_config(tf.Phi3ForCausalLM, phi3), 8, HEADED),
-    _case("gpt_oss", from_config(tf.GptOssForCausalLM, gpt_oss), 10, MOE),
+    _case("gpt_oss", from_config(tf.GptOssForCausalLM, gpt_oss), 12, GPT_OSS),
     _case("gpt2", from_config(tf.GPT2LMHeadModel, gpt2), 8, GPT2_FLOATS),
     _case("opt", from_config(tf.OPTForCausalLM, opt), 14, OPT_FLOATS),
     _case("mamba2", from_config(tf.Mamba2ForCausalLM, mamba2), 4, MAMBA_FLOATS),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fxquant
-from zoo.case import EXPERTS, run
+from zoo.case import ROUTER, run
 from zoo.models import ZOO, ZooCase
 from zoo.random_checkpoint import write_checkpoint
 
@@ -115,15 +115,18 @@ def check_broken_run(model: nn.Module) -> None:
     assert (report.rewritten > 0) == bool(report.plan.quantized)
 
 
-@pytest.mark.parametrize("name", [case.name for case in ZOO if EXPERTS in case.floats.values()])
-def test_experts_are_listed(name: str) -> None:
-    """Experts make most of such a model: a plan shows that they stay float, and what they take."""
+@pytest.mark.parametrize("name", [case.name for case in ZOO if ROUTER in case.floats.values()])
+def test_routers_are_listed(name: str) -> None:
+    """A plan without a checkpoint shows that routers stay float and why, and that experts do not."""
     case = BY_NAME[name]
     with fxquant.meta_init():
         model = case.build()
     plan = fxquant.plan(model, backend="cpu", scheme="int8", example_inputs=case.inputs())
     lines = {line.split()[0]: line for line in str(plan).splitlines() if line.strip()}
-    for weight in matching(plan, EXPERTS, case):
+    experts = [weight for weight in plan.weights if len(weight.shape) == 3]
+    assert experts
+    assert all(weight.form.startswith("int8") for weight in experts)
+    for weight in matching(plan, ROUTER, case):
         assert weight.float_bytes == 4 * model.get_parameter(weight.fqn).numel()
         assert weight.resident_bytes == weight.float_bytes
         assert (weight.form, weight.scheme) == ("float", "none")

@@ -19,6 +19,7 @@ from zoo.models import ZOO, ZooCase
 from zoo.random_checkpoint import randomize, write_checkpoint
 
 MATMULS = {"mm", "addmm", "bmm", "baddbmm", "linear"}
+GROUPED = {"_grouped_mm", "grouped_mm_fallback"}
 EVERY = pytest.mark.parametrize("case", ZOO, ids=lambda case: case.name)
 BY_NAME = {case.name: case for case in ZOO}
 
@@ -42,15 +43,19 @@ class WeightUses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+def is_router(module: nn.Module) -> bool:
+    return type(module).__name__.lower().endswith("topkrouter")
+
+
 def linear_weights(case: ZooCase, model: nn.Module) -> dict[str, nn.Parameter]:
-    """The rank-2 parameters that a forward multiplies by, without heads: found by running it."""
+    """The parameters that a forward multiplies by, without heads and routers: found by running it."""
     with WeightUses(model) as uses:
         run(case, model)
     return {
         fqn: p
         for fqn, p in model.named_parameters()
-        if p.ndim == 2 and uses.ops[fqn] & MATMULS and "embedding" not in uses.ops[fqn]
-        if fqn != "lm_head.weight"
+        if uses.ops[fqn] & {2: MATMULS, 3: GROUPED}.get(p.ndim, set()) and "embedding" not in uses.ops[fqn]
+        if fqn != "lm_head.weight" and not is_router(model.get_submodule(fqn.rpartition(".")[0]))
     }
 
 
