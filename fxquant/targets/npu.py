@@ -14,13 +14,24 @@ from torch import fx
 
 from fxquant.errors import ConfigError, RefusedError
 from fxquant.graph import is_call, value
+from fxquant.grouped_ops import grouped_scaled_mm as _  # noqa: F401 - registers the op
 from fxquant.numerics import INT32_K
 from fxquant.output_cuts import cuts_of
 from fxquant.scheme import SCHEMES, Scheme
 from fxquant.target import Kernel, Layout, Refusal, Target
 from fxquant.targets.npu_chip import NpuChip, choose_chip, parse_chip
 from fxquant.targets.npu_dialect import Dialect
-from fxquant.targets.npu_eager import compute_dtype  # and registers the op for calls outside of graphs
+from fxquant.targets.npu_eager import (
+    AS_BF16,
+    compute_dtype,
+)  # and registers the op for calls outside of graphs
+from fxquant.targets.npu_experts import (
+    GROUPED,
+    LIMITS,
+    arrange_experts,
+    lower_grouped_mm,
+    lower_grouped_weight_only,
+)
 from fxquant.targets.npu_lowering import (
     Rows,
     WeightParts,
@@ -37,7 +48,6 @@ fxq = torch.ops.fxquant
 
 ACT = "fxquant::quantize_act"
 MM = "fxquant::scaled_mm"
-AS_BF16 = "computed in bfloat16, the NPU's quantized ops take no float32"
 
 
 def npu_target(target: object = None, *, wide: str = "auto", weight_format: str = "nd") -> Target:
@@ -62,12 +72,17 @@ def npu_target(target: object = None, *, wide: str = "auto", weight_format: str 
         found = npu_kernel(scheme, chip)
         if isinstance(found, Kernel):
             kernels.setdefault(scheme.op, found)
+    for name in GROUPED:
+        found = grouped_kernel(SCHEMES[name], chip)
+        if isinstance(found, Kernel):
+            kernels[SCHEMES[name].grouped_op] = found
     return Target(
         name=str(chip),
         device_type="npu",
         kernels=kernels,
-        limits=(),
+        limits=LIMITS,
         choose=functools.partial(npu_kernel, chip=chip),
+        choose_grouped=functools.partial(grouped_kernel, chip=chip),
         arrange=functools.partial(arrange, chip=chip, policy=policy, nz=weight_format == "nz"),
         lower=functools.partial(lower, chip=chip, policy=policy),
     )
@@ -75,6 +90,18 @@ def npu_target(target: object = None, *, wide: str = "auto", weight_format: str 
 
 def _why(chip: NpuChip) -> str:
     return f"{chip.soc} with CANN {chip.cann_text}; rules not verified on hardware"
+
+
+def grouped_kernel(scheme: Scheme, chip: NpuChip) -> Kernel | Refusal:
+    """What multiplies with experts of ``scheme``; outside of graphs the reference runs."""
+    found = npu_kernel(scheme, chip)
+    if isinstance(found, Refusal):
+        return found
+    if chip.family != "A2":
+        return Refusal(reason=f"npu_grouped_matmul is documented for A2 alone, not {chip.soc} (D:6035)")
+    if scheme.name not in GROUPED:
+        return Refusal(reason=f"experts on {chip.soc} take {' and '.join(GROUPED)}, not {scheme.name}")
+    return Kernel(op="npu::npu_grouped_matmul", reason=_why(chip), eager=scheme.grouped_op)
 
 
 def npu_kernel(scheme: Scheme, chip: NpuChip) -> Kernel | Refusal:
@@ -108,11 +135,14 @@ def arrange(
     dtype: object,
     cuts: tuple[int, ...] = (),
     bias: torch.dtype | None = None,
+    experts: int = 0,
     chip: NpuChip,
     policy: Policy,
     nz: bool = False,
 ) -> Layout | Refusal:
     """How the codes of a weight ``[n, k]`` lie on ``chip``; ``nz``: in FRACTAL_NZ where that is taken."""
+    if experts:
+        return arrange_experts(dtype, nz=nz)
     if scheme.name != "int8":
         asked = Question(scheme=scheme, n=n, k=k, dtype=compute_dtype(dtype), bias=bias)
         layout = arrange_scheme(asked, cuts=cuts, chip=chip, policy=policy, nz=nz)
@@ -158,6 +188,12 @@ def lower(gm: fx.GraphModule, proven: bool = False, *, chip: NpuChip, policy: Po
                 continue
             decision = _decision(node, chip, policy)
             lower_scaled_mm(gm, node, _parts(gm, node, decision), decision, rows)
+            count += 1
+        for node in gm.graph.find_nodes(op="call_function", target=fxq.grouped_scaled_mm.default):
+            lower_grouped_mm(gm, node, compute_dtype(node.args[5]), rows)
+            count += 1
+        for node in gm.graph.find_nodes(op="call_function", target=fxq.grouped_weight_only_mm.default):
+            lower_grouped_weight_only(gm, node, compute_dtype(value(node).dtype), rows)
             count += 1
         count += len(others.made)
         for node in gm.graph.find_nodes(op="call_function", target=fxq.quantize_act.default):

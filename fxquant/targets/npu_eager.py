@@ -21,6 +21,7 @@ from fxquant.targets.npu_schemes import family_of
 from fxquant.targets.npu_wide import DEQUANT, decide
 
 fxq = torch.ops.fxquant
+AS_BF16 = "computed in bfloat16, the NPU's quantized ops take no float32"
 
 
 def compute_dtype(dtype: object) -> torch.dtype:
