@@ -48,9 +48,10 @@ def unbind(func: Any, weight: QuantizedWeight, dim: int = 0) -> Any:
 def transpose(func: Any, weight: QuantizedWeight, first: int = 0, second: int = 1) -> Any:
     """The view that claims the two axes of a matrix in the other order."""
     rank = weight.dim()
-    if {first % rank, second % rank} != {rank - 2, rank - 1} or weight.form.table or weight.form.kernel:
+    form = weight.form
+    if {first % rank, second % rank} != {rank - 2, rank - 1} or form.table or form.kernel or form.host:
         return FLOATS_INSTEAD
-    return weight.over(weight.constants, replace(weight.form, transposed=not weight.form.transposed))
+    return weight.over(weight.constants, replace(form, transposed=not form.transposed))
 
 
 def product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -79,7 +80,7 @@ def _turned(func: Any, weight: QuantizedWeight, x: Tensor) -> Any:
 
 
 def _is_experts(weight: QuantizedWeight) -> bool:
-    return weight.dim() == 3 and not weight.form.kernel
+    return weight.dim() == 3 and not weight.form.kernel and not weight.form.host
 
 
 def _is_weight(value: Any) -> bool:

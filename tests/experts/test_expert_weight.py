@@ -15,6 +15,7 @@ import fxquant
 from fxquant.errors import QuantizedWeightError
 from fxquant.form import Form
 from fxquant.numerics.experts import dequantize_experts, quantize_experts
+from fxquant.runtime.host_weight import HostWeight
 from fxquant.runtime.quantized_weight import QuantizedWeight
 from fxquant.scheme import SCHEMES
 from reference import error, int8_linear
@@ -206,3 +207,16 @@ def test_indices_are_those_of_the_model() -> None:
         for wrong in (E, -E - 1):
             with pytest.raises(IndexError, match=r"out of range|out of bounds"):
                 model(X, torch.tensor([0, wrong, 1, 0, 0, 0]))
+
+
+@pytest.mark.parametrize("shape", [(N, K), (E, N, K)], ids=["a matrix", "experts"])
+def test_a_weight_in_main_memory_is_copied_for_every_use(shape: tuple[int, ...]) -> None:
+    """It has no codes: views and single experts are made of the copy."""
+    value = torch.randn(shape)
+    weight = HostWeight(value, torch.device("cpu"))
+    torch.testing.assert_close(weight.mT, value.mT)
+    torch.testing.assert_close(weight[1], value[1])
+    torch.testing.assert_close(weight[torch.tensor([1, 0])], value[[1, 0]])
+    torch.testing.assert_close(X @ weight.mT, X @ value.mT)
+    torch.testing.assert_close(F.linear(X, weight[-1]), F.linear(X, value[-1]))
+    assert not any(isinstance(part, QuantizedWeight) for part in weight.unbind())
