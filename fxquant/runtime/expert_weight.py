@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fxquant.passes.weight_uses import GROUPED
 from fxquant.runtime.eager import quantized_linear
+from fxquant.runtime.state import is_traced
 
 if TYPE_CHECKING:
     from fxquant.runtime.quantized_weight import QuantizedWeight
@@ -88,8 +89,11 @@ def _is_weight(value: Any) -> bool:
 
 
 def _fits(x: Any, weight: Any) -> bool:
-    """Whether ``x @ weight`` contracts the axis along which the codes have their scales."""
-    if not _is_weight(weight) or weight.form.host:
+    """Whether ``x @ weight`` contracts the axis along which the codes have their scales.
+
+    A tracer that tries a product for its shape is served by floats: kernels test themselves on values.
+    """
+    if not _is_weight(weight) or weight.form.host or is_traced(weight.constants[0]):
         return False
     return bool(weight.form.transposed) and x.dtype == weight.dtype and not weight.form.given
 

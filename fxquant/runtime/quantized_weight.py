@@ -27,7 +27,7 @@ from fxquant.runtime.eager import quantized_embedding, quantized_linear, whole_c
 from fxquant.runtime.expert_weight import FLOATS_INSTEAD, index, product, select, transpose, unbind
 from fxquant.runtime.float_values import dequantize_values, quantize_values, whole_shape
 from fxquant.runtime.read_only import check_not_written, frozen
-from fxquant.runtime.state import RunState
+from fxquant.runtime.state import RunState, is_traced
 
 aten = torch.ops.aten
 
@@ -272,7 +272,7 @@ def _with_floats(func: Any, args: Any, kwargs: Any) -> Any:
         nonlocal traced
         if not isinstance(leaf, QuantizedWeight):
             return leaf
-        traced = traced or _is_traced(leaf)
+        traced = traced or is_traced(leaf.constants[0])
         if not traced:
             _count(leaf, func)
         return leaf.dequantize()
@@ -280,14 +280,6 @@ def _with_floats(func: Any, args: Any, kwargs: Any) -> Any:
     args, kwargs = pytree.tree_map(floats, (args, kwargs))
     result = func(*args, **kwargs)
     return result if traced else frozen(func, result)
-
-
-def _is_traced(weight: QuantizedWeight) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch._subclasses.functional_tensor import FunctionalTensor
-
-    part = weight.constants[0]
-    return part.is_meta or isinstance(part, (FakeTensor, FunctionalTensor))
 
 
 def _count(weight: QuantizedWeight, func: Any) -> None:
@@ -345,7 +337,7 @@ def _lookup(func: Any, weight: QuantizedWeight, indices: Tensor, *args: Any, **k
         return func(weight.table, indices, *args, **kwargs)
     if weight.form.host or weight.form.kernel or weight.form.transposed:
         return _with_floats(func, (weight, indices, *args), kwargs)
-    weight.state.eager_linears += not _is_traced(weight)
+    weight.state.eager_linears += not is_traced(weight.constants[0])
     return quantized_embedding(indices, weight, weight.shape[1], weight.dtype)
 
 
@@ -357,7 +349,7 @@ def _convolves(x: Any, weight: Any, bias: Any, *args: Any) -> bool:
 
 def _convolution(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, *args: Any) -> Any:
     """With the float values of its weight, as in the graphs."""
-    weight.state.eager_linears += not _is_traced(weight)
+    weight.state.eager_linears += not is_traced(weight.constants[0])
     return aten.convolution.default(x, weight.dequantize(), bias, *args)
 
 

@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import cast
 
+from torch import Tensor
+
 
 @dataclass(slots=True)
 class RunState:
@@ -41,3 +43,11 @@ class RunState:
     def recompiles(self) -> int:
         """Graphs beyond the first of each frame."""
         return sum(count - 1 for count in self.graphs.values())
+
+
+def is_traced(constant: Tensor) -> bool:
+    """Whether a constant only stands for one, while a graph is traced."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return constant.is_meta or isinstance(constant, (FakeTensor, FunctionalTensor))

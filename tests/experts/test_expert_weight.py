@@ -220,3 +220,17 @@ def test_a_weight_in_main_memory_is_copied_for_every_use(shape: tuple[int, ...])
     torch.testing.assert_close(X @ weight.mT, X @ value.mT)
     torch.testing.assert_close(F.linear(X, weight[-1]), F.linear(X, value[-1]))
     assert not any(isinstance(part, QuantizedWeight) for part in weight.unbind())
+
+
+def test_products_of_fakes_are_not_counted_as_calls() -> None:
+    """A tracer tries a product for its shape."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    quantized, _ = weight()
+    with FakeTensorMode() as mode:
+        fake = quantized.like(tuple(mode.from_tensor(part) for part in quantized.constants))
+        assert (torch.empty(6, K) @ fake[2].mT).shape == (6, N)
+        assert torch.bmm(torch.empty(E, 5, K), fake.mT).shape == (E, 5, N)
+    assert quantized.state.eager_linears == 0
+    X @ quantized[2].mT
+    assert quantized.state.eager_linears == 1
