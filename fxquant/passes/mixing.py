@@ -71,7 +71,7 @@ def _meetings(linear: fx.Node) -> list[tuple[Piece | None, fx.Node]]:
             if scored and others and (is_call(user, *PRODUCTS) or _spreads(user, node, others[0])):
                 met.append((piece, others[0]))
             if is_call(user, *POINTWISE) and not any(
-                _sources(other) for other in others if other not in seen
+                _multiplied(other) for other in others if other not in seen
             ):
                 stack.append((user, scored, piece))
             elif is_call(user, *SCORES, *VIEWS):
