@@ -17,7 +17,7 @@ from torch import Tensor
 from fxquant.checkpoint import Checkpoint, FileCheckpoint, MappedCheckpoint, StreamCheckpoint
 from fxquant.errors import FxquantError
 from fxquant.materialize.errors import Errors, WeightError
-from fxquant.materialize.heap import give_back, one_arena
+from fxquant.materialize.heap import Trimmer, give_back, one_arena
 from fxquant.materialize.jobs import LOOKAHEAD, Batch, Job, Schedule
 from fxquant.materialize.meter import Account, LiveBytes, anonymous_bytes
 from fxquant.materialize.predict import thin
@@ -126,6 +126,7 @@ class Load:
         self.base = anonymous_bytes()
         self.moments: list[Moment] = []
         self.sampled = 0.0
+        self.trimmer = Trimmer()
         self.done_bytes = 0
         self.total_bytes = sum(batch.read_bytes for batch in self.schedule.batches)
         self.changed = threading.Condition(threading.Lock())
@@ -363,6 +364,8 @@ class Load:
                 anonymous=anonymous,
             )
         )
+        if anonymous is not None:
+            self.trimmer.look(anonymous, self.account.now.get("cpu", 0), seconds)
 
     def run_stream(self, arrivals: Arrivals, checkpoint: StreamCheckpoint) -> None:
         """Do each job as soon as what it reads has come."""

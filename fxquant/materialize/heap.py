@@ -12,6 +12,12 @@ from typing import Any
 
 from fxquant.process_setting import ProcessSetting
 
+KEPT_BYTES, KEPT_SHARE = 8 << 20, 0.01
+"""So much freed memory may stay with the C library during a load, or this share of what is alive."""
+
+REST_SECONDS = 0.02
+"""The least time between two times of giving it back, each of which takes about 1 ms."""
+
 
 @functools.cache
 def _trim() -> Any:
@@ -69,3 +75,20 @@ def give_back() -> None:
     trim = _trim()
     if trim is not None:
         trim(0)
+
+
+class Trimmer:
+    """Gives memory back in the middle of a load, once the C library keeps much.
+
+    Small tensors come and go in whichever hole of the heap fits, and each hole that was used stays resident.
+    """
+
+    def __init__(self) -> None:
+        self.last = 0.0
+
+    def look(self, process: int, alive: int, seconds: float) -> None:
+        """``process``: its anonymous bytes over those before the load; ``alive``: what of them is in use."""
+        kept = process - alive
+        if kept > max(KEPT_BYTES, KEPT_SHARE * alive) and seconds - self.last >= REST_SECONDS:
+            self.last = seconds
+            give_back()

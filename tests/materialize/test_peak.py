@@ -164,11 +164,11 @@ def test_live_bytes_are_as_predicted(found: Found, case: tuple[str, str]) -> Non
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_the_process_takes_what_was_predicted(found: Found, case: tuple[str, str]) -> None:
-    """To 3 % or 24 MiB: glibc keeps freed tensors of 1 MiB and more, about 4 MiB for each worker."""
+    """To 3 % or 24 MiB: glibc keeps freed tensors of 1 MiB and more, most of all where cores are busy."""
     got = found[case]
     assert abs(got["anonymous"] - got["predicted"]) <= max(0.03 * got["predicted"], 24 * MIB)
     if got["tile"] < MIB:  # of small tiles, little is kept
-        assert abs(got["anonymous"] - got["predicted"]) <= 8 * MIB
+        assert abs(got["anonymous"] - got["predicted"]) <= 12 * MIB
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)
