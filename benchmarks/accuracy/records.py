@@ -53,9 +53,13 @@ class Results:
         """Perplexity of a case, None if there is none."""
         return self.get(case, SMOLLM2).perplexity
 
+    def mean(self, case: str) -> float | None:
+        """The mean cosine of a case, None if there is none."""
+        return self.get(case, MINILM).mean
+
     def loss(self, case: str) -> float | None:
         """1 - the mean cosine of a case, None if there is none."""
-        mean = self.get(case, MINILM).mean
+        mean = self.mean(case)
         return None if mean is None else 1 - mean
 
 

@@ -19,8 +19,8 @@ minimum. Groups of 32 with a float zero point find that grid again, so they are 
 nothing; the other int4 rows of SmolLM2 measure how its grid falls on theirs. MiniLM was never quantized: its
 columns carry the comparison of int4. SQNR: mean over the quantized layers of
 10 log10(sum w^2 / sum (w - w')^2), w' in the model's dtype; a layer counts with at most 100 dB.
-Bar: ours / theirs <= 1.005 in perplexity, where both are the same scheme; symmetric int4, where the rules for
-scales differ, is shown and not judged."""
+Bar, where both are the same scheme: ours / theirs <= 1.005 in perplexity; of int4, theirs / ours <= 1.005 in
+mean cosine. Symmetric int4, where the rules for scales differ, is shown and not judged."""
 
 
 class Notes:
