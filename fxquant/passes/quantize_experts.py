@@ -10,17 +10,14 @@ scheme's other op. Rows with an index are sorted by it first, and put back in or
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import fx
 
 from fxquant import grouped_ops as _ops  # noqa: F401 - registers the ops
-from fxquant.form import Form
 from fxquant.graph import call, inserting_before, items, value
-from fxquant.passes.quantize_linear import can_cut, constants_of, cut_constants, floats_of, product
+from fxquant.passes.quantize_linear import constants_of, cut_constants, product, uses_of_codes
 from fxquant.passes.uses import ExpertUse
-from fxquant.passes.weight_uses import weight_uses
 
 aten = torch.ops.aten
 fxq = torch.ops.fxquant
@@ -30,17 +27,9 @@ def quantize_experts(gm: fx.GraphModule) -> int:
     """Rewrite every use of every expanded weight that multiplies with several experts; their number."""
     count = 0
     sorts: dict[tuple[fx.Node, int], _Sort] = {}
-    for source in gm.graph.find_nodes(op="call_function", target=fxq.dequantize_weight.default):
-        form: Form = source.meta["form"]
-        shape = cast("tuple[int, int]", tuple(value(source).shape[-2:]))
-        for use in weight_uses(floats_of(source, form)):
-            if (
-                isinstance(use, ExpertUse)
-                and use.k_axis == 1
-                and can_cut(form.weight, shape, use.cuts, rotated=form.rotated)
-            ):
-                _rewrite(gm, use, source, sorts)
-                count += 1
+    for source, use in uses_of_codes(gm, ExpertUse):
+        _rewrite(gm, use, source, sorts)
+        count += 1
     return count
 
 

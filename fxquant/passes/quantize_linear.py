@@ -11,7 +11,8 @@ experts is multiplied with, its constants are picked first.
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Iterator
+from typing import TypeVar, cast
 
 import torch
 from torch import fx
@@ -21,29 +22,37 @@ from fxquant.form import Form
 from fxquant.graph import call, inserting_before, is_call, is_tensor, items, value
 from fxquant.numerics import block_size
 from fxquant.passes.lower_to_target import resolve
-from fxquant.passes.uses import Cut, LinearUse, Pick
+from fxquant.passes.uses import Cut, ExpertUse, LinearUse, Pick
 from fxquant.passes.weight_uses import matmul_operands, weight_uses
 from fxquant.scheme import FULL, QuantSpec
 
 aten = torch.ops.aten
 fxq = torch.ops.fxquant
 
+UseT = TypeVar("UseT", LinearUse, ExpertUse)
+
 
 def quantize_linear(gm: fx.GraphModule) -> int:
     """Rewrite every linear use of every expanded weight; the number of them."""
     count = 0
+    for source, use in uses_of_codes(gm, LinearUse):
+        _rewrite(gm, use, source)
+        count += 1
+    return count
+
+
+def uses_of_codes(gm: fx.GraphModule, kind: type[UseT]) -> Iterator[tuple[fx.Node, UseT]]:
+    """Uses of one kind that codes can serve, each with the expanded weight; a caller may rewrite each."""
     for source in gm.graph.find_nodes(op="call_function", target=fxq.dequantize_weight.default):
         form: Form = source.meta["form"]
         shape = cast("tuple[int, int]", tuple(value(source).shape[-2:]))
         for use in weight_uses(floats_of(source, form)):
             if (
-                isinstance(use, LinearUse)
+                isinstance(use, kind)
                 and use.k_axis == 1
                 and can_cut(form.weight, shape, use.cuts, rotated=form.rotated)
             ):
-                _rewrite(gm, use, source)
-                count += 1
-    return count
+                yield source, use
 
 
 def floats_of(source: fx.Node, form: Form) -> fx.Node:
