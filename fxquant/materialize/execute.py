@@ -364,8 +364,9 @@ class Load:
                 anonymous=anonymous,
             )
         )
-        if anonymous is not None:
-            self.trimmer.look(anonymous, self.account.now.get("cpu", 0), seconds)
+        present = anonymous_bytes()  # a peak of before says nothing about what is kept now
+        if present is not None and self.base is not None:
+            self.trimmer.look(present - self.base, self.account.now.get("cpu", 0), seconds)
 
     def run_stream(self, arrivals: Arrivals, checkpoint: StreamCheckpoint) -> None:
         """Do each job as soon as what it reads has come."""
