@@ -71,11 +71,12 @@ def _add_schemes(verbs: Any) -> None:
     text = "every scheme, and what runs it on each target"
     schemes = verbs.add_parser("schemes", help=text, description=text)
     schemes.add_argument("--target", action="append", help="an Ascend chip such as Ascend910B2,cann=9.0")
+    schemes.add_argument("--experts", action="store_true", help="of experts in place of linears")
     schemes.set_defaults(run=_schemes)
 
 
 def _schemes(arguments: argparse.Namespace) -> int:
-    print(support_table(arguments.target or SHOWN))
+    print(support_table(arguments.target or SHOWN, experts=arguments.experts))
     return 0
 
 

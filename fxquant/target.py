@@ -93,6 +93,11 @@ class Target:
 
     def kernel_for(self, scheme: Scheme, *, grouped: bool = False) -> Kernel | Refusal:
         """What multiplies with weights of ``scheme``, ``grouped`` with experts, or why nothing does."""
+        if grouped and scheme.act is not None and scheme.act.static:
+            return Refusal(
+                reason=f"scheme {scheme.name} has one scale for all inputs of a layer, experts need one "
+                "each: give them a scheme with dynamic activations, such as int8, or a weight-only one"
+            )
         if grouped and self.choose_grouped is not None:
             return self.choose_grouped(scheme)
         chosen = self.choose(scheme) if self.choose is not None else None

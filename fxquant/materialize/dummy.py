@@ -38,6 +38,7 @@ def dummy_constants(
     with torch.no_grad():
         for recipe in graph.recipes:
             if recipe.expert:  # the first one makes the constants of all
+                store.done(recipe)
                 continue
             if recipe.fqn in kept:
                 store.constants[recipe.fqn] = (kept[recipe.fqn],)

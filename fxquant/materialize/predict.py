@@ -31,6 +31,7 @@ class _Resident:
         if self.blocks is not None:
             self.device = self.blocks.take(sums_bytes(schedule.batches))
         self._to_change: dict[str, list[tuple[int, int]]] = {}
+        self._experts: dict[str, int] = {}
 
     def begin(self, recipe: Recipe) -> None:
         """The constants of a weight are allocated."""
@@ -49,9 +50,13 @@ class _Resident:
             self._to_change.setdefault(recipe.fqn, []).extend(zip(taken, padded, strict=False))
 
     def end(self, recipe: Recipe) -> int:
-        """A weight is whole; what is made of a constant gets a block of its own. Bytes of the largest."""
+        """A weight is made, or one expert; what is made of constants of a whole one gets blocks of its own.
+
+        Bytes of the largest of those.
+        """
         largest = 0
-        if self.blocks is None:
+        self._experts[recipe.fqn] = self._experts.get(recipe.fqn, 0) + 1
+        if self.blocks is None or self._experts[recipe.fqn] < recipe.experts:
             return largest
         for old, size in self._to_change.pop(recipe.fqn, ()):
             new = self.blocks.take(size)

@@ -167,6 +167,7 @@ class LoadGraph:
                 keys=tuple(reads.keys[position] for position, _ in taken),
                 expert=expert,
                 experts=0 if expert is None else len(bound),
+                held=form if form.held else None,
                 slices=tuple(part for _, part in taken),
             )
             for expert, template, taken in bound
@@ -315,7 +316,8 @@ def result_vals(gm: fx.GraphModule) -> tuple[Tensor, ...]:
 def held_shapes(form: Form, shapes: Shapes) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """The constants of ``form``, some of whose codes have these shapes, once the weight is whole."""
     n, k = form.whole_size([shape for shape, _ in shapes[: len(form.codes)]])
-    return form.shapes((k, n) if form.transposed else (n, k), torch.float32)
+    experts = shapes[0][0][:-2]
+    return form.shapes((*experts, *((k, n) if form.transposed else (n, k))), torch.float32)
 
 
 def laid_out_shapes(form: Form, shapes: Shapes) -> Shapes:

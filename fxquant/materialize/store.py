@@ -40,6 +40,7 @@ class Store:
         self.lock = threading.RLock()
         self._maxima: dict[str, Maxima] = {}
         self._held: dict[str, dict[int, Tensor]] = {}
+        self._experts: dict[str, int] = {}
         self._shapes = [tuple((val.shape, val.dtype) for val in result_vals(gm)) for gm in graph.templates]
 
     def allocate(self, recipe: Recipe) -> tuple[Tensor, ...]:
@@ -174,13 +175,19 @@ class Store:
         return self._held.setdefault(recipe.label, {})
 
     def done(self, recipe: Recipe) -> None:
-        """A weight, or one expert, is whole: give it its final layout, forget what its tiles shared."""
+        """A weight, or one expert, is made: forget what its tiles shared, give a whole weight its layout."""
         with self.lock:
-            self._hold(recipe)
-            self._cast(recipe)
+            self._experts[recipe.fqn] = self._experts.get(recipe.fqn, 0) + 1
+            if self.is_whole(recipe):
+                self._hold(recipe)
+                self._cast(recipe)
             self._maxima.pop(recipe.label, None)
             held = self._held.pop(recipe.label, {})
             self.account.add("cpu", -sum(tensor.nbytes for tensor in held.values()))
+
+    def is_whole(self, recipe: Recipe) -> bool:
+        """Whether the weight of a recipe, all of its experts, has its final layout."""
+        return self._experts.get(recipe.fqn, 0) >= max(recipe.experts, 1)
 
     def clear(self) -> None:
         """Give everything back."""
@@ -188,3 +195,4 @@ class Store:
             self.constants.clear()
             self._maxima.clear()
             self._held.clear()
+            self._experts.clear()

@@ -22,7 +22,7 @@ from fxquant.held import hold
 from fxquant.materialize.jobs import Job, Schedule
 from fxquant.materialize.recipes import LoadGraph, Recipe, result_vals
 from fxquant.materialize.scattered import in_parts
-from fxquant.materialize.store import Constants, Store
+from fxquant.materialize.store import Store
 from fxquant.materialize.tiles import ReadPart, whole_tile
 from fxquant.numerics import same_values
 from fxquant.numerics.experts import expert_of
@@ -266,7 +266,7 @@ class Arrivals:
         if region != whole or any(recipe.keys != (found.key,) for recipe in recipes.values()):
             raise WeightMismatchError(f"the stream brings {self.last!r} a second time")
         for recipe in recipes.values():
-            check_again(self.graph, recipe, tensor, self.store.constants)
+            check_again(self.graph, recipe, tensor, self.store)
 
     def finish(self) -> None:
         """Refuse a stream that ended too early."""
@@ -282,7 +282,7 @@ class Arrivals:
         return list(dict.fromkeys(self.fqns[label] for label, numbers in self.left.items() if numbers))
 
 
-def check_again(graph: LoadGraph, recipe: Recipe, tensor: Tensor, constants: Constants) -> None:
+def check_again(graph: LoadGraph, recipe: Recipe, tensor: Tensor, store: Store) -> None:
     """Refuse other values for a weight that is made already."""
     template = graph.templates[recipe.template]
     results = [torch.empty(val.shape, dtype=val.dtype) for val in result_vals(template)]
@@ -290,10 +290,10 @@ def check_again(graph: LoadGraph, recipe: Recipe, tensor: Tensor, constants: Con
     given = recipe.taken(0, tensor)
     tile.program.run([given], dict(enumerate(results)), torch.empty(tile.scratch // 4))
     made = in_parts(recipe.laid_out, results)
-    if recipe.held is not None:
+    if recipe.held is not None and store.is_whole(recipe):
         names = recipe.constants
         made = tuple(hold(recipe.held, name, part) for name, part in zip(names, made, strict=False))
-    kept = constants[recipe.fqn]
+    kept = store.constants[recipe.fqn]
     kept = kept if recipe.expert is None else expert_of(kept, recipe.expert)
     before = [part.cpu() for part in kept[: len(made)]]
     if not all(same_values(a, b) for a, b in zip(before, made, strict=True)):

@@ -242,11 +242,10 @@ def _layout(
     n, k = shape[-2:] if k_axis else shape[-2:][::-1]
     if 0 in shape:
         return Refusal(reason="the weight is empty")
-    if len(shape) == 3 and choice.scheme.act is not None and choice.scheme.act.static:
-        return Refusal(
-            reason=f"scheme {choice.scheme.name} has one scale for all inputs of a layer, experts need one "
-            "each: give them a scheme with dynamic activations, such as int8, or a weight-only one"
-        )
+    if len(shape) == 3:
+        kernel = target.kernel_for(choice.scheme, grouped=True)
+        if isinstance(kernel, Refusal):
+            return kernel
     reason = _obstacle(linears, others, (n, k), dtype, choice, rotate=rotate)
     if reason:
         return Refusal(reason=reason)

@@ -113,16 +113,18 @@ def cpu_target() -> Target:
         device_type="cpu",
         kernels={
             **{scheme.op: cpu_kernel(scheme) for scheme in schemes},
-            **{scheme.grouped_op: _by_group(cpu_kernel(scheme)) for scheme in schemes},
+            **{scheme.grouped_op: _grouped_kernel(scheme) for scheme in schemes},
             **_FLOATS,
         },
         limits=tuple(limits),
         choose=cpu_kernel,
+        choose_grouped=_grouped_kernel,
     )
 
 
-def _by_group(kernel: Kernel) -> Kernel:
-    """The grouped form of a kernel."""
+def _grouped_kernel(scheme: Scheme) -> Kernel:
+    """What multiplies with experts of ``scheme``."""
+    kernel = cpu_kernel(scheme)
     return Kernel(op=kernel.op.replace("::", "::grouped_"), reason=f"{kernel.reason}; a call for each group")
 
 

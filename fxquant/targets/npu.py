@@ -25,13 +25,8 @@ from fxquant.targets.npu_eager import (
     AS_BF16,
     compute_dtype,
 )  # and registers the op for calls outside of graphs
-from fxquant.targets.npu_experts import (
-    GROUPED,
-    LIMITS,
-    arrange_experts,
-    lower_grouped_mm,
-    lower_grouped_weight_only,
-)
+from fxquant.targets.npu_expert_rows import OP as EXPERTS_OP
+from fxquant.targets.npu_experts import Experts, arrange_experts, refusal_of_scheme
 from fxquant.targets.npu_lowering import (
     Rows,
     WeightParts,
@@ -48,6 +43,8 @@ fxq = torch.ops.fxquant
 
 ACT = "fxquant::quantize_act"
 MM = "fxquant::scaled_mm"
+
+_NO_CODES = Refusal(reason="no codes, so no op that multiplies with them")
 
 
 def npu_target(target: object = None, *, wide: str = "auto", weight_format: str = "nd") -> Target:
@@ -72,15 +69,13 @@ def npu_target(target: object = None, *, wide: str = "auto", weight_format: str 
         found = npu_kernel(scheme, chip)
         if isinstance(found, Kernel):
             kernels.setdefault(scheme.op, found)
-    for name in GROUPED:
-        found = grouped_kernel(SCHEMES[name], chip)
+        found = grouped_kernel(scheme, chip)
         if isinstance(found, Kernel):
-            kernels[SCHEMES[name].grouped_op] = found
+            kernels.setdefault(scheme.grouped_op, found)
     return Target(
         name=str(chip),
         device_type="npu",
         kernels=kernels,
-        limits=LIMITS,
         choose=functools.partial(npu_kernel, chip=chip),
         choose_grouped=functools.partial(grouped_kernel, chip=chip),
         arrange=functools.partial(arrange, chip=chip, policy=policy, nz=weight_format == "nz"),
@@ -94,20 +89,16 @@ def _why(chip: NpuChip) -> str:
 
 def grouped_kernel(scheme: Scheme, chip: NpuChip) -> Kernel | Refusal:
     """What multiplies with experts of ``scheme``; outside of graphs the reference runs."""
-    found = npu_kernel(scheme, chip)
-    if isinstance(found, Refusal):
-        return found
-    if chip.family != "A2":
-        return Refusal(reason=f"npu_grouped_matmul is documented for A2 alone, not {chip.soc} (D:6035)")
-    if scheme.name not in GROUPED:
-        return Refusal(reason=f"experts on {chip.soc} take {' and '.join(GROUPED)}, not {scheme.name}")
-    return Kernel(op="npu::npu_grouped_matmul", reason=_why(chip), eager=scheme.grouped_op)
+    if scheme.weight is None:
+        return _NO_CODES
+    refused = refusal_of_scheme(scheme, chip)
+    return refused or Kernel(op=f"npu::{EXPERTS_OP}", reason=_why(chip), eager=scheme.grouped_op)
 
 
 def npu_kernel(scheme: Scheme, chip: NpuChip) -> Kernel | Refusal:
     """What multiplies with weights of ``scheme`` on ``chip``, or why nothing does."""
     if scheme.weight is None:
-        return Refusal(reason="no codes, so no op that multiplies with them")
+        return _NO_CODES
     if scheme.name != "int8":
         return _other_kernel(scheme, chip)
     op = "npu::npu_quant_matmul_dequant" if chip.family == "310P" else "npu::npu_quant_matmul"
@@ -141,10 +132,10 @@ def arrange(
     nz: bool = False,
 ) -> Layout | Refusal:
     """How the codes of a weight ``[n, k]`` lie on ``chip``; ``nz``: in FRACTAL_NZ where that is taken."""
+    asked = Question(scheme=scheme, n=n, k=k, dtype=compute_dtype(dtype), bias=bias)
     if experts:
-        return arrange_experts(dtype, nz=nz)
+        return arrange_experts(asked, experts, chip, full=dtype is torch.float32, nz=nz)
     if scheme.name != "int8":
-        asked = Question(scheme=scheme, n=n, k=k, dtype=compute_dtype(dtype), bias=bias)
         layout = arrange_scheme(asked, cuts=cuts, chip=chip, policy=policy, nz=nz)
         if isinstance(layout, Refusal) or layout.host or dtype is not torch.float32:
             return layout
@@ -189,12 +180,15 @@ def lower(gm: fx.GraphModule, proven: bool = False, *, chip: NpuChip, policy: Po
             decision = _decision(node, chip, policy)
             lower_scaled_mm(gm, node, _parts(gm, node, decision), decision, rows)
             count += 1
-        for node in gm.graph.find_nodes(op="call_function", target=fxq.grouped_scaled_mm.default):
-            lower_grouped_mm(gm, node, compute_dtype(node.args[5]), rows)
-            count += 1
-        for node in gm.graph.find_nodes(op="call_function", target=fxq.grouped_weight_only_mm.default):
-            lower_grouped_weight_only(gm, node, compute_dtype(value(node).dtype), rows)
-            count += 1
+        experts = Experts(dialect=others)
+        for op, replaced in (
+            (fxq.grouped_scaled_mm.default, experts.scaled),
+            (fxq.grouped_block_mm.default, experts.block),
+            (fxq.grouped_weight_only_mm.default, experts.weight_only),
+        ):
+            for node in gm.graph.find_nodes(op="call_function", target=op):
+                replaced(node)
+                count += 1
         count += len(others.made)
         for node in gm.graph.find_nodes(op="call_function", target=fxq.quantize_act.default):
             if node in others.made:

@@ -47,13 +47,12 @@ class Dialect:
         x, weight, text, bias = cast("fx.Node", node.args[0]), *node.args[1:]
         spec = QuantSpec.parse(cast("str", text))
         constants = dict(zip(spec.names, cast("list[fx.Node]", weight), strict=True))
-        form = constants["codes"].meta.get("form")
-        held = HELD[form.held] if form is not None and form.held else compute_dtype(value(x).dtype)
+        held = held_dtype(constants["codes"], compute_dtype(value(x).dtype))
         self._replace(node, x, "weight only", constants, bias, held, value(x).dtype, spec)
 
     def scaled(self, node: fx.Node) -> bool:
         """Replace a ``scaled_mm`` that is not of int8 codes with dynamic scales; whether it was one."""
-        source = _source(cast("fx.Node", node.args[0]))
+        source = source_of(cast("fx.Node", node.args[0]))
         codes, scale = cast("fx.Node", node.args[1]), cast("fx.Node", node.args[3])
         bias, dtype = node.args[4], cast("torch.dtype", node.args[5])
         if is_call(source, fxq.quantize_act_static.default) and value(codes).dtype == torch.int8:
@@ -62,8 +61,7 @@ class Dialect:
             family = "fp8"
         else:
             return False
-        form = codes.meta.get("form")
-        held = HELD[form.held] if form is not None and form.held else compute_dtype(dtype)
+        held = held_dtype(codes, compute_dtype(dtype))
         constants = {"codes": codes, "scale": scale}
         self._replace(node, source, family, constants, bias, held, dtype)
         return True
@@ -73,11 +71,9 @@ class Dialect:
         x_codes, _, _, weight, text, _, bias, dtype = node.args
         spec = QuantSpec.parse(cast("str", text))
         constants = dict(zip(spec.names, cast("list[fx.Node]", weight), strict=True))
-        family: Family = "fp8 block"
-        if spec.scale == "e8m0":
-            family = "mx fp8" if spec.codes == "e4m3" else "mx fp4"
+        family = block_family(spec)
         out = cast("torch.dtype", dtype)
-        source = _source(cast("fx.Node", x_codes))
+        source = source_of(cast("fx.Node", x_codes))
         self._replace(node, source, family, constants, bias, compute_dtype(out), out)
 
     def _replace(
@@ -104,7 +100,7 @@ class Dialect:
                 outs = [b.zeros(x, n, out_dtype)]
         else:
             act = (
-                self._quantized(source, family, constants, dtype) if family != "weight only" else (None, None)
+                self.quantized(source, family, constants, dtype) if family != "weight only" else (None, None)
             )
             with inserting_before(self.gm, node):
                 k = _features(codes)
@@ -140,7 +136,7 @@ class Dialect:
         )
         return even_parts(n, limit) if limit is not None and n > limit else (n,)
 
-    def _quantized(
+    def quantized(
         self, source: fx.Node, family: Family, constants: dict[str, fx.Node], dtype: torch.dtype
     ) -> tuple[Val, Val]:
         """Codes ``[M, K]`` and scales of an activation, made once where the graph makes them."""
@@ -176,7 +172,7 @@ class Dialect:
         for name, node in constants.items():
             if name == "codes":
                 continue
-            held = _held(b, node, name, dtype) if family == "weight only" else node
+            held = held_constant(b, node, name, dtype) if family == "weight only" else node
             whole = value(held).shape[0]
             if whole == 1:
                 found[name] = held
@@ -189,13 +185,26 @@ class Dialect:
         return Part(codes=codes, kn=kn, **found)
 
 
+def block_family(spec: QuantSpec) -> Family:
+    """How the weights of a ``block_mm`` are multiplied."""
+    if spec.scale != "e8m0":
+        return "fp8 block"
+    return "mx fp8" if spec.codes == "e4m3" else "mx fp4"
+
+
+def held_dtype(codes: fx.Node, default: torch.dtype) -> torch.dtype:
+    """The dtype of the activations that constants are held for; ``default`` where they are not."""
+    form: Form | None = codes.meta.get("form")
+    return HELD[form.held] if form is not None and form.held else default
+
+
 def _features(codes: fx.Node) -> int:
-    """K of codes ``[N, K]``, of which two may lie in a byte; that of the activation may be symbolic."""
+    """K of codes ``[..., K]``, of which two may lie in a byte; that of the activation may be symbolic."""
     val = value(codes)
-    return int(val.shape[1]) * (2 if val.dtype == torch.uint8 else 1)
+    return int(val.shape[-1]) * (2 if val.dtype == torch.uint8 else 1)
 
 
-def _source(x_codes: fx.Node) -> fx.Node:
+def source_of(x_codes: fx.Node) -> fx.Node:
     """What made these codes of an activation."""
     node = cast("fx.Node", x_codes.args[0]) if is_call(x_codes, operator.getitem) else x_codes
     if not is_call(node, fxq.quantize_act.default, fxq.quantize_act_static.default):
@@ -214,19 +223,22 @@ def _codes(
         part = b.narrow(codes, 0, *span)
     if family == "static" and is_call(part, aten.t.default):
         return part.args[0], True
-    if family == "weight only":
-        part = _held(b, part, "codes", None)
-    # Cuts of a weight may be strided, which the ops do not take.
-    return part if value(part).is_contiguous() else b.call(aten.contiguous.default, part), False
+    return codes_of(b, part, family), False
 
 
-def _held(b: InGraph, node: fx.Node, name: str, dtype: torch.dtype | None) -> Val:
+def codes_of(b: InGraph, codes: Val, family: Family) -> Val:
+    """Codes as they are held; cuts of a weight may be strided, which the ops do not take."""
+    part = held_constant(b, codes, "codes", None) if family == "weight only" else codes
+    return part if value(part).is_contiguous() else b.call(aten.contiguous.default, part)
+
+
+def held_constant(b: InGraph, node: fx.Node, name: str, dtype: torch.dtype | None) -> Val:
     """A constant as the op takes it: what the graph made the scheme's one of, else made of that here."""
     made = node.meta.get("held")
     if made is not None:
         return made if dtype is None else b.cast(made, dtype)
     if is_call(node, aten.slice.Tensor):  # cut as the scheme's one is
-        base = _held(b, cast("fx.Node", node.args[0]), name, dtype)
+        base = held_constant(b, cast("fx.Node", node.args[0]), name, dtype)
         return b.call(aten.slice.Tensor, base, *node.args[1:])
     if name == "codes":
         packed = value(node).dtype == torch.uint8

@@ -195,6 +195,12 @@ def grouped_matmul(
     _require(op, options.get("group_type") in (-1, 0), f"group_type is 0, got {options.get('group_type')}")
     turned = weight[0].stride(-2) == 1 and weight[0].stride(-1) == weight[0].size(-2)
     n = weight[0].size(2) * (8 if weight[0].dtype == torch.int32 and not turned else 1)
+    if (
+        options.get("x_dtype") in FP4
+        and options.get("weight_dtype") in FP4
+        and x[0].size(1) != weight[0].size(1)
+    ):
+        n *= 2  # packed along N
     dtype = _dtype(op, options.get("output_dtype"), x[0].dtype)
     return [x[0].new_empty((x[0].size(0), n), dtype=dtype)]
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from fxquant.target import Refusal
 from fxquant.targets.npu_chip import NpuChip
-from fxquant.targets.npu_table import CODES, DTYPE_ATTRIBUTES, LIMITS, ROWS, SCHEMAS, Limit, Row, Waiver
+from fxquant.targets.npu_row import Limit, Row, Waiver
+from fxquant.targets.npu_table import CODES, DTYPE_ATTRIBUTES, LIMITS, ROWS, SCHEMAS
 
 Size = Any
 """A number, or a symbolic size or None where it is not known."""
@@ -26,7 +27,7 @@ Size = Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
-    """A tensor as it is passed: logical shape, dtype, and how it lies in memory (see ``npu_table``)."""
+    """A tensor as it is passed: logical shape, dtype, and how it lies in memory (see ``npu_row``)."""
 
     shape: tuple[Size, ...]
     dtype: torch.dtype
@@ -140,7 +141,7 @@ def _match(row: Row, operands: Mapping[str, Operand], attributes: Mapping[str, o
     found = _Match(sizes={}, dims={})
     stages: tuple[Callable[[], str], ...] = (
         lambda: _match_attributes(row, attributes, found),
-        lambda: _match_presence(row, operands),
+        lambda: _match_presence(row, operands, found),
         lambda: _match_dtypes(row, operands, found),
         lambda: _match_shapes(row, operands, found),
         lambda: _match_where(row, found),
@@ -169,7 +170,8 @@ def _match_attributes(row: Row, attributes: Mapping[str, object], found: _Match)
     return ""
 
 
-def _match_presence(row: Row, operands: Mapping[str, Operand]) -> str:
+def _match_presence(row: Row, operands: Mapping[str, Operand], found: _Match) -> str:
+    found.passed += len(operands.keys() & row.operands.keys())
     extra = operands.keys() - row.operands.keys()
     if extra:
         return f"takes no {', '.join(sorted(extra))} here"
@@ -253,7 +255,7 @@ def _match_where(row: Row, found: _Match) -> str:
         a, b = (int(side) if side.isdigit() else found.sizes.get(side) for side in (left, right))
         if not isinstance(a, int) or not isinstance(b, int):
             continue
-        if operator == "%" and a % b:
+        if operator == "%" and b and a % b:
             return f"{left} = {a} is not a multiple of {b}"
         if (operator == "<=" and a > b) or (operator == "<" and a >= b):
             return f"{text} does not hold: {a} {operator} {b}"

@@ -173,8 +173,12 @@ def _floats(asked: Question, family: Family) -> list[Call] | Refusal:
 
 
 def refusal_of(asked: Question, chip: NpuChip) -> Refusal | None:
+    """Why ``chip`` does not take a weight; None where it does."""
+    return refusal_of_calls(calls_of(asked), chip)
+
+
+def refusal_of_calls(calls: list[Call] | Refusal, chip: NpuChip) -> Refusal | None:
     """Why ``chip`` does not take one of the calls; None where it takes all."""
-    calls = calls_of(asked)
     if isinstance(calls, Refusal):
         return calls
     for op, operands, attributes in calls:

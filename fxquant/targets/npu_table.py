@@ -2,21 +2,14 @@
 
 Sources: ``D:n`` is line n of torch_npu 2.13.0's ``_op_plugin_docs.py``, ``M:n`` of its
 ``_meta_registrations.py``; ``ops-nn`` is CANN's operator repository, at a tag. No row was tried on a
-device yet (``verified``).
-
-An operand's text is ``dtypes [dims] layouts or [dims] layouts``. ``?`` in front: it may be absent;
-an operand that a row does not name must be. ``=x``: the dtype of operand ``x``. Dims are symbols,
-numbers, ``A|B``, ``K/8`` (packed: K is 8 times the size), ``ceil(K/64)``; ``...`` is any leading dims.
-Layouts: ``nd`` contiguous, ``t`` the transposed view of a contiguous tensor, ``nz`` FRACTAL_NZ made from
-the shape as passed, ``nz.t`` the transposed view of a FRACTAL_NZ tensor, ``any`` any strides.
+device yet (``verified``). What the texts mean: ``npu_row``; experts: ``npu_expert_rows``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
 from fxquant.fractal_nz import FRACTAL_NZ
+from fxquant.targets.npu_expert_rows import EXPERT_LIMITS, EXPERT_ROWS
+from fxquant.targets.npu_row import ALL, DAV_2201, Limit, Row, Waiver
 
 CODES: dict[int, str] = {
     1: "int8", 3: "int32", 4: "int64", 5: "float16", 6: "float32", 12: "qint8", 13: "quint8", 15: "bfloat16",
@@ -66,53 +59,6 @@ SCHEMAS: dict[str, str] = {
 }
 """The ops that are emitted, as torch_npu 2.13.0 declares them in its namespace ``npu``."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One combination of operands and attributes that an op takes on ``chips``.
-
-    ``attributes`` lists the values that each may have (a string alone binds a symbol); one that is
-    not listed must have its default. ``where`` are conditions on symbols: ``"K % 8"``, ``"32 <= G"``.
-    """
-
-    op: str
-    chips: tuple[str, ...]
-    operands: Mapping[str, str]
-    attributes: Mapping[str, tuple[object, ...] | str] = field(default_factory=dict)
-    where: tuple[str, ...] = ()
-    max_rank: int = 8
-    source: str
-    verified: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Waiver:
-    """From CANN ``since`` on a limit does not hold for operands of these dtypes, 1-D those in ``flat``."""
-
-    since: tuple[int, int, int]
-    dtypes: Mapping[str, str]
-    flat: tuple[str, ...]
-    source: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limit:
-    """Sizes that ``op`` takes on an axis: a symbol, or ``inner``, the innermost of ``operand`` in memory."""
-
-    op: str
-    chips: tuple[str, ...]
-    axis: str
-    operand: str = ""
-    layouts: tuple[str, ...] = ()
-    least: int = 1
-    most: int | None = None
-    waiver: Waiver | None = None
-    source: str
-    verified: bool = False
-
-
-DAV_2201 = ("A2", "A3")
-ALL = ("A2", "A3", "950", "310P")
 
 _INT8 = {"x1": "int8 [..., M, K] nd t", "x2": "int8 [..., K, N] nd t nz nz.t"}
 _INT4 = {"x1": "int32 [..., M, K/8] nd", "x2": "int32 [K, N/8] nd or [K/8, N] t"}
@@ -245,35 +191,6 @@ WEIGHT_ONLY: tuple[Row, ...] = (
     ),
 )  # fmt: skip
 
-_MOE: dict[str, tuple[object, ...] | str] = {
-    "split_item": (2, 3), "group_type": (0,), "group_list_type": (0, 1), "act_type": (0,),
-}  # fmt: skip
-
-
-_W8, _W4 = "int8 [E, K, N] nd t", "int32 [E, K, N/8] nd"
-_TOKEN = {"per_token_scale": "?float32 [M]"}
-
-
-def _grouped(x: str, weight: str, result: tuple[object, ...], operands: Mapping[str, str]) -> Row:
-    return Row(
-        op="npu_grouped_matmul", chips=("A2",), source="D:5906-6017",
-        operands={"x": f"{x} [M, K] nd", "weight": weight, "group_list": "int64 [E]", **operands},
-        attributes={**_MOE, "output_dtype": result},
-    )  # fmt: skip
-
-
-GROUPED: tuple[Row, ...] = (
-    _grouped("int8", _W8, (None, "int8"), {"scale": "int64 [E, N]", "bias": "?int32 [E, N]"}),
-    _grouped("int8", _W8, ("bfloat16",), {"scale": "bfloat16 [E, N]", "bias": "?int32 [E, N]", **_TOKEN}),
-    _grouped("int8", _W8, ("float16",), {"scale": "float32 [E, N]", "bias": "?int32 [E, N]", **_TOKEN}),
-    *(
-        _grouped(x, weight, (None, x), {"antiquant_scale": f"{x} [E, N]", "antiquant_offset": f"?{x} [E, N]",
-                                        "bias": f"?{bias} [E, N]"})
-        for x, bias in (("float16", "float16"), ("bfloat16", "float32"))
-        for weight in (_W8, _W4)
-    ),
-)  # fmt: skip
-
 _FLOATS = "float16|bfloat16"
 
 ACTIVATIONS: tuple[Row, ...] = (
@@ -337,7 +254,7 @@ ACTIVATIONS: tuple[Row, ...] = (
     ),
 )  # fmt: skip
 
-ROWS: tuple[Row, ...] = (*QUANT_MATMUL, *WEIGHT_ONLY, *GROUPED, *ACTIVATIONS)
+ROWS: tuple[Row, ...] = (*QUANT_MATMUL, *WEIGHT_ONLY, *EXPERT_ROWS, *ACTIVATIONS)
 
 _WIDE = Waiver(
     since=(9, 1, 0),
@@ -348,6 +265,7 @@ _WIDE = Waiver(
 _NOT_ONE = "aclnnQuantMatmulWeightNz doc"
 
 LIMITS: tuple[Limit, ...] = (
+    *EXPERT_LIMITS,
     *(
         Limit(op="npu_quant_matmul", chips=chips, axis="inner", operand=x, most=65535, waiver=waiver,
               source="D:5001, ops-nn v9.1.0 aclnn_quant_matmul_v4.cpp :545")
@@ -371,10 +289,5 @@ LIMITS: tuple[Limit, ...] = (
     Limit(op="npu_weight_quant_batchmatmul", chips=ALL, axis="M", source="D:5464"),
     Limit(op="npu_weight_quant_batchmatmul", chips=ALL, axis="inner", operand="x", layouts=("t",), most=65535,
           source="D:5464"),
-    *(
-        Limit(op="npu_grouped_matmul", chips=("A2",), axis="inner", operand=x, most=65535, source="D:5906")
-        for x in ("x", "weight")
-    ),
-    Limit(op="npu_grouped_matmul", chips=("A2",), axis="E", most=1024, source="D:6017"),
     Limit(op="npu_trans_quant_param", chips=ALL, axis="N", source="D:4421-4502"),
 )  # fmt: skip

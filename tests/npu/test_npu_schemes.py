@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from scheme_numbers import BF16, FULL, HALF, ULP, computed, reference, weight_only
 from torch import Tensor, nn
 
 import fxquant
 from fxquant import numerics
-from fxquant.scheme import QuantSpec, find_scheme
+from fxquant.scheme import find_scheme
 
-HALF, BF16, FULL = torch.float16, torch.bfloat16, torch.float32
 N, K = 24, 128
 A2, A3, A950, A310P = "Ascend910B2", "Ascend910_9391", "Ascend950PR_9579", "Ascend310P3"
 
@@ -46,28 +46,6 @@ def run(model: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         out: Tensor = model(x.npu()).cpu()
     return out
-
-
-def computed(dtype: torch.dtype) -> torch.dtype:
-    return HALF if dtype == HALF else BF16
-
-
-def weight_only(x: Tensor, weight: Tensor, bias: Tensor | None, spec: QuantSpec) -> Tensor:
-    """Scales and offsets rounded to the dtype of the op, values too, then a product in float64."""
-    dtype = computed(x.dtype)
-    codes, scale, *zero = numerics.quantize_weight(weight, spec)
-    ones = torch.ones_like(scale)
-    floats = numerics.dequantize_weight((codes, ones, *zero), spec, weight.shape[1], FULL)  # u - zero
-    columns = spec.block[1] or weight.shape[1]
-    wide = scale.to(dtype).float().repeat_interleave(columns, 1)[:, : weight.shape[1]]
-    if zero:
-        plain = numerics.dequantize_weight((codes, ones, zero[0] * 0), spec, weight.shape[1], FULL)
-        offset = (8 - zero[0]).to(dtype).float().repeat_interleave(columns, 1)[:, : weight.shape[1]]
-        floats = plain - 8 + offset
-    values = (floats * wide).to(dtype)
-    out = (x.to(dtype).double() @ values.double().t()).float()
-    out = out if bias is None else out + bias.float()
-    return out.to(dtype).to(x.dtype)
 
 
 def static(x: Tensor, weight: Tensor, bias: Tensor | None, act_scale: float = 0.05) -> Tensor:
@@ -132,26 +110,6 @@ def test_numbers_of_every_input(simulate, npu, scheme, dtype, bias):
     assert (report.fallbacks, report.unnormalized) == (0, ())
 
 
-def reference(scheme: str, x: Tensor, state: dict[str, Tensor]) -> Tensor:
-    """The dialect's own arithmetic on the CPU, from what the op is given."""
-    found = find_scheme(scheme)
-    given = x if scheme.startswith("mx") else x.to(computed(x.dtype))
-    fxq = torch.ops.fxquant
-    constants = list(fxq.quantize_weight(state["weight"], str(found.weight)))
-    codes, scale = fxq.quantize_act(given, str(found.act))
-    bias, dtype = state.get("bias"), computed(x.dtype)
-    if found.op == "fxquant::scaled_mm":
-        out = fxq.scaled_mm(codes, constants[0], scale, constants[1], bias, dtype)
-    else:
-        spec = str(found.weight)
-        out = fxq.block_mm(codes, scale, str(found.act), constants, spec, x.shape[-1], bias, dtype)
-    return out.to(x.dtype)
-
-
-# Float sums in another order, then one rounding: an ulp of the result's dtype.
-ULP = {BF16: 2.0**-7, HALF: 2.0**-9, FULL: 2.0**-7}
-
-
 @pytest.mark.parametrize("dtype", [HALF, BF16, FULL], ids=str)
 @pytest.mark.parametrize("scheme", ["fp8", "fp8_block", "mxfp8", "mxfp4"])
 def test_numbers_on_950(simulate, npu, scheme, dtype):
@@ -160,7 +118,7 @@ def test_numbers_on_950(simulate, npu, scheme, dtype):
     state = state_of(make(bias, dtype))
     model = compiled(state, torch.zeros(2, K, dtype=dtype), scheme, A950, bias=bias)
     for x in inputs(dtype, EVERY if (scheme, dtype) == ("mxfp8", BF16) else SOME):
-        want = reference(scheme, x, state)
+        want = reference(scheme, x, state["weight"], state.get("bias"))
         for call in (model, model.forward):
             out = run(call, x)
             assert (out.shape, out.dtype) == (want.shape, x.dtype)

@@ -163,6 +163,24 @@ def test_dequant_on_310p() -> None:
     assert "N = 30 is not a multiple of 16" in (reason or "")
 
 
+def experts(*scale: int, k: int = 64, chip: NpuChip = A2, offset: bool = True) -> str | None:
+    """Int4 codes of 4 experts times float16 rows."""
+    given = {"group_list": t(4, dtype=I64), "split_item": 3, "group_type": 0, "antiquant_scale": [t(*scale)]}
+    given |= {"antiquant_offset": [t(*scale)]} if offset else {}
+    weight = t(4, 32, k // 8, dtype=I32).transpose(1, 2)
+    return call("npu_grouped_matmul", [t(8, k)], [weight], chip=chip, **given)
+
+
+def test_weight_only_experts() -> None:
+    assert experts(4, 32) is experts(4, 2, 32) is experts(4, 2, 32, chip=A3) is None
+    assert "needs antiquant_offset" in (experts(4, 2, 32, offset=False) or "")
+    assert experts(4, 2, 32, chip=A950, offset=False) is None
+    assert "K = 96 is not a multiple of 5" in (experts(4, 5, 32, k=96) or "")
+    assert experts(4, 6, 32, k=96) is None
+    assert "antiquant_scale" in (experts(4, 6, 32, k=96, chip=A950) or "")  # groups of 16
+    assert "only on A2, A3, 950" in (experts(4, 32, chip=P310) or "")
+
+
 def test_grouped_and_mx() -> None:
     x, w, groups = t(8, 64, dtype=I8), t(4, 64, 32, dtype=I8), t(4, dtype=I64)
     options = {"group_list": groups, "split_item": 3, "group_type": 0, "output_dtype": 15}

@@ -67,6 +67,7 @@ token = {"pertoken_scale": t(17, dtype=F32), "output_dtype": 15}
 mx = {"pertoken_scale": t(4, 2, 2, dtype=U8), "output_dtype": 15, "group_sizes": [1, 1, 32]}
 mx |= {"scale_dtype": 293, "pertoken_scale_dtype": 293}
 moe = {"group_list": t(4, dtype=torch.int64), "split_item": 3, "group_type": 0}
+fp4 = {"x_dtype": 296, "weight_dtype": 296, "output_dtype": 15}
 
 CALLS: list[tuple[str, tuple[object, ...], dict[str, object]]] = [
     ("npu_quant_matmul", (t(17, 64, dtype=I8), t(64, 32, dtype=I8), t(32, dtype=F32)), token),
@@ -93,6 +94,14 @@ CALLS: list[tuple[str, tuple[object, ...], dict[str, object]]] = [
     ("npu_quantize", (t(3, 64), t(64, dtype=F32), None, 12, 1), {}),
     ("npu_trans_quant_param", (t(32, dtype=F32),), {}),
     ("npu_grouped_matmul", ([t(8, 64, dtype=I8)], [t(4, 64, 32, dtype=I8)]), {**moe, "output_dtype": 15}),
+    (
+        "npu_grouped_matmul",
+        ([t(8, 64)], [t(4, 32, 8, dtype=I32).transpose(1, 2)]),
+        {**moe, "antiquant_scale": [t(4, 32)], "antiquant_offset": [t(4, 32)]},
+    ),
+    ("npu_grouped_matmul", ([t(8, 64)], [t(4, 64, 4, dtype=I32)]), {**moe, "antiquant_scale": [t(4, 32)]}),
+    ("npu_grouped_matmul", ([t(8, 32, dtype=U8)], [t(4, 32, 32, dtype=U8).transpose(1, 2)]), {**moe, **fp4}),
+    ("npu_grouped_matmul", ([t(8, 32, dtype=U8)], [t(4, 64, 16, dtype=U8)]), {**moe, **fp4}),
     ("npu_quant_matmul_dequant", (t(3, 64), t(32, 64, dtype=I8), t(32, dtype=F32)), {}),
     ("npu_dynamic_mx_quant", (t(2, 3, 100),), {"dst_type": 292}),
     ("npu_dynamic_mx_quant", (t(3, 100),), {}),

@@ -8,14 +8,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from fxquant.testing.npu_sim.kernels import fused, matmul, microscaling, quantize, weight_only
+from fxquant.testing.npu_sim.kernels import fused, grouped, matmul, microscaling, quantize, weight_only
 from fxquant.testing.npu_sim.kernels.aten import install_aten, registered
 from fxquant.testing.npu_sim.kernels.layout import format_cast, is_nz
 from fxquant.testing.npu_sim.kernels.memory import drain
 from fxquant.testing.npu_sim.kernels.registry import REFERENCES, kernel_of, op_named
 from fxquant.testing.npu_sim.refusals import check_call
 
-_MODULES = (fused, matmul, microscaling, quantize, weight_only)  # they fill REFERENCES
+_MODULES = (fused, grouped, matmul, microscaling, quantize, weight_only)  # they fill REFERENCES
 
 # What torch_npu's own code does right with the stand-ins: bookkeeping, no arithmetic.
 _NATIVE = {
