@@ -180,15 +180,7 @@ def lower(gm: fx.GraphModule, proven: bool = False, *, chip: NpuChip, policy: Po
             decision = _decision(node, chip, policy)
             lower_scaled_mm(gm, node, _parts(gm, node, decision), decision, rows)
             count += 1
-        experts = Experts(dialect=others)
-        for op, replaced in (
-            (fxq.grouped_scaled_mm.default, experts.scaled),
-            (fxq.grouped_block_mm.default, experts.block),
-            (fxq.grouped_weight_only_mm.default, experts.weight_only),
-        ):
-            for node in gm.graph.find_nodes(op="call_function", target=op):
-                replaced(node)
-                count += 1
+        count += Experts(dialect=others).replace_all()
         count += len(others.made)
         for node in gm.graph.find_nodes(op="call_function", target=fxq.quantize_act.default):
             if node in others.made:

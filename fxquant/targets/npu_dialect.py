@@ -223,13 +223,14 @@ def _codes(
         part = b.narrow(codes, 0, *span)
     if family == "static" and is_call(part, aten.t.default):
         return part.args[0], True
-    return codes_of(b, part, family), False
+    if family == "weight only":
+        part = held_constant(b, part, "codes", None)
+    return contiguous(b, part), False
 
 
-def codes_of(b: InGraph, codes: Val, family: Family) -> Val:
-    """Codes as they are held; cuts of a weight may be strided, which the ops do not take."""
-    part = held_constant(b, codes, "codes", None) if family == "weight only" else codes
-    return part if value(part).is_contiguous() else b.call(aten.contiguous.default, part)
+def contiguous(b: InGraph, codes: Val) -> Val:
+    """Codes that may be a cut of a weight, and strided: the ops do not take that."""
+    return codes if value(codes).is_contiguous() else b.call(aten.contiguous.default, codes)
 
 
 def held_constant(b: InGraph, node: fx.Node, name: str, dtype: torch.dtype | None) -> Val:

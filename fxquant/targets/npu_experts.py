@@ -17,13 +17,20 @@ from torch import fx
 from torch.fx.node import Argument
 
 from fxquant.form import HELD
-from fxquant.graph import inserting_before, value
+from fxquant.graph import inserting_before, is_call, value
 from fxquant.numerics import INT32_K
 from fxquant.scheme import QuantSpec, Scheme
 from fxquant.target import Layout, Refusal
 from fxquant.targets.npu_build import InGraph, Val
 from fxquant.targets.npu_chip import NpuChip
-from fxquant.targets.npu_dialect import Dialect, block_family, codes_of, held_constant, held_dtype, source_of
+from fxquant.targets.npu_dialect import (
+    Dialect,
+    block_family,
+    contiguous,
+    held_constant,
+    held_dtype,
+    source_of,
+)
 from fxquant.targets.npu_eager import AS_BF16, compute_dtype
 from fxquant.targets.npu_expert_rows import GMM, OP
 from fxquant.targets.npu_fakes import E8M0, dtype_code
@@ -153,11 +160,26 @@ def arrange_experts(
 
 @dataclass(slots=True, kw_only=True)
 class Experts:
-    """Replaces the dialect's products with experts in the graph of ``dialect``."""
+    """Replaces the dialect's products with experts in the graph of ``dialect``, in the order of the graph."""
 
     dialect: Dialect
     zeros: dict[tuple[tuple[int, ...], torch.dtype], Val] = field(default_factory=dict)
     """Offsets of symmetric codes, one for all weights of a shape."""
+    ends: dict[fx.Node, Val] = field(default_factory=dict)
+    """Offsets of rows as the op takes them, one for all products with them."""
+
+    def replace_all(self) -> int:
+        """Replace them; how many there were."""
+        fxq = torch.ops.fxquant
+        rules = {
+            fxq.grouped_scaled_mm.default: self.scaled,
+            fxq.grouped_block_mm.default: self.block,
+            fxq.grouped_weight_only_mm.default: self.weight_only,
+        }
+        nodes = [node for node in self.dialect.gm.graph.nodes if is_call(node, *rules)]
+        for node in nodes:
+            rules[node.target](node)
+        return len(nodes)
 
     def scaled(self, node: fx.Node) -> None:
         """Replace a ``grouped_scaled_mm``, of int8 or float8 codes."""
@@ -172,7 +194,7 @@ class Experts:
                 "scale": b.cast(b.call(aten.squeeze.dim, scale, -1), _int8_scale(dtype, self.dialect.chip)),
                 "per_token_scale": b.call(aten.reshape.default, x_scale, [-1]),
             }
-            out = _product(b, node, x_codes, codes, offsets, dtype, factors)
+            out = self._product(b, node, x_codes, codes, offsets, dtype, factors)
         self._give(node, out)
 
     def block(self, node: fx.Node) -> None:
@@ -192,7 +214,7 @@ class Experts:
         dtype = held_dtype(constants["codes"], compute_dtype(value(node).dtype))
         with inserting_before(self.dialect.gm, node):
             b = self._build()
-            codes = codes_of(b, constants["codes"], "weight only")
+            codes = contiguous(b, held_constant(b, constants["codes"], "codes", None))
             if spec.packed:  # as for single weights: eight codes along K are an int32
                 codes = b.call(aten.view.dtype, codes, torch.int32)
             factors = {
@@ -202,7 +224,7 @@ class Experts:
             }
             if not spec.zero and self.dialect.chip.family in DAV_2201:
                 factors["antiquant_offset"] = self._zeros(b, factors["antiquant_scale"])
-            out = _product(b, node, b.cast(x, dtype), codes, offsets, dtype, factors)
+            out = self._product(b, node, b.cast(x, dtype), codes, offsets, dtype, factors)
         self._give(node, out)
 
     def _floats(
@@ -234,8 +256,7 @@ class Experts:
             if family == "mx fp4":
                 more |= {"x_dtype": E2M1, "weight_dtype": E2M1}
             factors["scale"] = scale
-            codes = codes_of(b, constants["codes"], family)
-            out = _product(b, node, rows, codes, offsets, dtype, factors, more)
+            out = self._product(b, node, rows, constants["codes"], offsets, dtype, factors, more)
         self._give(node, out)
 
     def _build(self) -> InGraph:
@@ -247,33 +268,35 @@ class Experts:
             self.zeros[shape, dtype] = b.call(aten.new_zeros.default, like, list(shape))
         return self.zeros[shape, dtype]
 
+    def _product(
+        self,
+        b: InGraph,
+        node: fx.Node,
+        x: Val,
+        codes: Val,
+        offsets: fx.Node,
+        dtype: torch.dtype,
+        factors: Mapping[str, Val],
+        more: Mapping[str, Argument] | None = None,
+    ) -> Val:
+        """``x [S, K]`` times codes ``[E, N, K]`` in ``dtype``, scaled by ``factors``; cast as ``node`` is."""
+        out_dtype = value(node).dtype
+        if b.none(x):
+            return b.zeros(x, int(value(node).shape[1]), out_dtype)
+        if offsets not in self.ends:
+            self.ends[offsets] = b.cast(offsets, torch.int64)
+        turned = b.call(aten.transpose.int, contiguous(b, codes), 1, 2)
+        made = b.npu(
+            OP, x, [x], [turned], **{name: [factor] for name, factor in factors.items()},
+            group_list=self.ends[offsets], split_item=3, group_type=0, group_list_type=0,
+            output_dtype=dtype_code(dtype), **(more or {}),
+        )  # fmt: skip
+        (out,) = b.items(made, 1)
+        return b.cast(out, out_dtype)
+
     def _give(self, node: fx.Node, out: Val) -> None:
         node.replace_all_uses_with(out)
         self.dialect.gm.graph.erase_node(node)
-
-
-def _product(
-    b: InGraph,
-    node: fx.Node,
-    x: Val,
-    codes: Val,
-    offsets: fx.Node,
-    dtype: torch.dtype,
-    factors: Mapping[str, Val],
-    more: Mapping[str, Argument] | None = None,
-) -> Val:
-    """``x [S, K]`` times codes ``[E, N, K]`` in ``dtype``, scaled by ``factors``; cast as ``node`` is."""
-    out_dtype = value(node).dtype
-    if b.none(x):
-        return b.zeros(x, int(value(node).shape[1]), out_dtype)
-    turned = b.call(aten.transpose.int, codes, 1, 2)
-    made = b.npu(
-        OP, x, [x], [turned], **{name: [factor] for name, factor in factors.items()},
-        group_list=b.cast(offsets, torch.int64), split_item=3, group_type=0, group_list_type=0,
-        output_dtype=dtype_code(dtype), **(more or {}),
-    )  # fmt: skip
-    (out,) = b.items(made, 1)
-    return b.cast(out, out_dtype)
 
 
 def _by_column(b: InGraph, parameter: Val) -> Val:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import fxquant
 from fxquant.errors import RefusedError
+from fxquant.graph import count_calls, dump
 from fxquant.targets.support import SHOWN, support_table
 
 A2, A3, P310 = "Ascend910B2,cann=9.0", "Ascend910_9391,cann=9.0", "Ascend310P3,cann=9.0"
@@ -289,6 +290,49 @@ def test_float32_is_computed_in_bfloat16() -> None:
         target=A2,
     )
     assert "computed in bfloat16" in made.weight("w").reason
+
+
+class Cut(Experts):
+    """The two halves of each expert, times the same rows; then another weight."""
+
+    def __init__(self, shape: tuple[int, int, int]) -> None:
+        super().__init__(shape)
+        self.other = nn.Parameter(torch.empty(shape, device="meta", dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        first, second = self.w.transpose(-2, -1).chunk(2, -1)
+        gated = torch._grouped_mm(x, first, ends) * torch._grouped_mm(x, second, ends)
+        return gated + torch._grouped_mm(x, self.other.transpose(-2, -1), ends).chunk(2, -1)[0]
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int8_weight_only", "int4_g32", "int4_channel_asym"])
+@pytest.mark.parametrize("other", ["int8", "int4_g32"])
+def test_cuts_and_mixed_schemes(scheme: str, other: str) -> None:
+    """Cut codes are contiguous again; what products share is made before the first of them."""
+    low = fxquant.lower(
+        Cut((2, 32, 64)),
+        example_inputs=inputs(64),
+        config={"w": scheme, "other": other},
+        scheme="none",
+        backend="npu",
+        target=A2,
+        dynamic=False,
+    )
+    low.run_graph.graph.lint()
+    counts = count_calls(low.run_graph)
+    assert counts["npu.npu_grouped_matmul"] == 3
+    assert sum("ends, int64" in line for line in dump(low.run_graph).splitlines()) == 1
+
+
+@pytest.mark.parametrize("bound", [0.5, 0.02])
+def test_max_error(bound: float) -> None:
+    """Measured on constants as the scheme has them, whatever the target wants."""
+    state = {"w": torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(0)).bfloat16()}
+    model = Experts((2, 32, 64))
+    made = fxquant.plan(
+        model, state, example_inputs=inputs(64), scheme="int4_g32", backend="npu", target=A2, max_error=bound
+    )
+    assert made.weight("w").form == ("int4_g32.bf16" if bound == 0.5 else "int8_weight_only.bf16")
 
 
 def test_no_rows() -> None:

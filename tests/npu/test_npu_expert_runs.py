@@ -68,9 +68,11 @@ def test_groups_of_rows(npu, dtype, turned):
     assert torch.equal(got.cpu(), by_hand(x, rows, dtype))
 
 
-def compiled(source: object, x: Tensor, scheme: str, chip: str = A2, **options: object) -> nn.Module:
+def compiled(
+    source: object, x: Tensor, scheme: str, chip: str = A2, model: nn.Module | None = None, **options: object
+) -> nn.Module:
     with fxquant.meta_init():
-        model = Experts(turned=False).to(x.dtype).eval()
+        model = model or Experts(turned=False).to(x.dtype).eval()
     given = {"scheme": scheme, "example_inputs": (x, IDS), "dynamic": False, "strict": True, **options}
     return fxquant.compile(model, source, backend="npu", target=f"{chip},cann=9.0", progress=False, **given)
 
@@ -135,6 +137,30 @@ def test_saved_and_loaded(simulate, npu, tmp_path, scheme):
     assert torch.equal(codes[1], torch.ops.fxquant.quantize_weight(rows[0, 1], spec)[0])
     fxquant.reload(again, {"w": rows[1]})
     assert torch.equal(run(again, x), of_each(x, rows[1], scheme))
+
+
+class Halves(Experts):
+    """Products with each half of an expert's rows, of the same activations."""
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        order = ids.argsort(stable=True)
+        ends = (ids[:, None] <= torch.arange(E, device=ids.device)).sum(0).to(torch.int32)
+        first, second = self.w.transpose(-2, -1).chunk(2, -1)
+        out = torch._grouped_mm(x[order], first, ends) - torch._grouped_mm(x[order], second, ends)
+        return out[order.argsort()]
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int8_weight_only", "int4_g32", "int4_channel_asym"])
+def test_cuts_of_experts(simulate, npu, scheme):
+    simulate(A2)
+    x, rows = torch.randn(len(IDS), K).bfloat16(), torch.randn(E, N, K).bfloat16()
+    with fxquant.meta_init():
+        model = Halves(turned=False).to(BF16).eval()
+    model = compiled({"w": rows}, x, scheme, model=model)
+    whole = by_hand(x, rows, BF16) if scheme == "int8" else of_each(x, rows, scheme)
+    first, second = whole.chunk(2, -1)
+    assert torch.equal(run(model, x), first - second)
+    assert fxquant.report(model).rewritten == 2
 
 
 def test_outside_of_graphs(simulate, npu):
