@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
+from torch._compile import _disable_dynamo
 from typing_extensions import Unpack
 
 from fxquant.capture_model import untraceable
@@ -92,6 +93,7 @@ def lower(model: ModelOrFactory, ckpt: Any = None, **options: Unpack[Options]) -
     return lower_model(module, checkpoint, make_plan(module, checkpoint, request), request)
 
 
+@_disable_dynamo
 def save_checkpoint(
     model: nn.Module, path: str | os.PathLike[str], format: str = "fxquant", *, overwrite: bool = False
 ) -> None:

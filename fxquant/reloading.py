@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from fxquant.capture import tracing_alone
 from fxquant.checkpoint import (
@@ -33,6 +34,7 @@ from fxquant.stored import find_stored, match_stored
 KeyMapping = Mapping[str, str] | Callable[[str], str | None]
 
 
+@_disable_dynamo  # a hook of a compiled forward may call it
 def reload(
     model: nn.Module,
     ckpt: object,

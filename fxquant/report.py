@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from fxquant.errors import ConfigError
 from fxquant.materialize.errors import WeightError
@@ -114,6 +115,7 @@ def _order(error: WeightError) -> float:
     return -math.inf if math.isnan(error.sqnr_db) else error.sqnr_db
 
 
+@_disable_dynamo
 def report(model: nn.Module) -> Report:
     """What happened to ``model``, which ``fxquant.compile`` returned (or a copy of it)."""
     loaded: Loaded | None = model.__dict__.get("_fxquant_load")

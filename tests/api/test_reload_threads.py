@@ -145,7 +145,8 @@ def test_inside_of_a_forward(place: str) -> None:
     model = compiled(values())
     before = run(model)
     owner = model if place == "root" else model.last
-    handle = owner.register_forward_hook(lambda *args: fxquant.reload(model, values(1)))
+    new = values(1)
+    handle = owner.register_forward_hook(lambda *args: fxquant.reload(model, new))
     with pytest.raises(QuantizedWeightError, match="inside of a forward of the same model"):
         Thread(lambda: run(model)).done()
     handle.remove()
