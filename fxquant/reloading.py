@@ -60,7 +60,7 @@ def reload(
     # Recipes are traced inside of the gate too: a forward that meets a trace of another thread fails.
     with checkpoint, shell.gate.reload(), torch.no_grad():
         held = held_constants(model)
-        device = next((part.device for *_, parts in held.values() for part in parts), torch.device("cpu"))
+        device = _device_of(held)
         with tracing_alone():
             graph = _load_graph(model, held, checkpoint, key_map)
             scheduler = Scheduler(graph, checkpoint.infos)
@@ -77,6 +77,12 @@ def reload(
         loaded = materialize(graph, schedule, checkpoint, into=into, device=device, report=report)
         shell.gate.broken = ""
         _note(model, checkpoint, loaded)
+
+
+def _device_of(held: Held) -> torch.device:
+    """Where constants are made: the device that holds some, besides weights that stay in main memory."""
+    devices = [part.device for *_, parts in held.values() for part in parts]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 def _note(model: nn.Module, checkpoint: Checkpoint, loaded: Loaded) -> None:

@@ -86,6 +86,8 @@ class _Measured:
     sums: Sequence[Sequence[float]]
     maximum: float | None
     zero_rows: int | None
+    rounded: bool
+    """Scales are held in half precision, and do not tell the maximum exactly."""
 
     @property
     def largest(self) -> float:
@@ -174,10 +176,13 @@ class Errors:
         told = _told({label: (weight.spec, constants(r)) for label, (r, weight) in compared.items()})
         for label, (recipe, weight) in compared.items():
             maximum, zeros = told.get(label, (None, None))
-            # Scales that are held in half precision do not tell the maximum exactly.
-            rounded = recipe.held is not None and recipe.held.act is None
-            maximum = None if rounded else maximum
-            part = _Measured(weight=weight, sums=by_label[label], maximum=maximum, zero_rows=zeros)
+            part = _Measured(
+                weight=weight,
+                sums=by_label[label],
+                maximum=maximum,
+                zero_rows=zeros,
+                rounded=recipe.held is not None and recipe.held.act is None,
+            )
             measured.setdefault(recipe.fqn, []).append(part)
         return {fqn: _made(parts) for fqn, parts in measured.items()}
 
@@ -244,6 +249,6 @@ def _made(parts: Sequence[_Measured]) -> WeightError:
         rows=sum(part.weight.rows for part in parts),
         clipped=clipped / sum(part.weight.sampled * part.weight.columns for part in parts),
         maximum=max(part.largest for part in parts),
-        maximum_is_exact=all(part.maximum is not None for part in parts),
+        maximum_is_exact=all(part.maximum is not None and not part.rounded for part in parts),
         zero_rows=sum(zeros) if len(zeros) == len(parts) else None,
     )

@@ -52,18 +52,18 @@ class _Resident:
     def end(self, recipe: Recipe) -> int:
         """A weight is made, or one expert; what is made of constants of a whole one gets blocks of its own.
 
-        Bytes of the largest of those.
+        The most bytes meanwhile beyond those after it: while a constant is changed it lies there twice.
         """
-        largest = 0
         self._experts[recipe.fqn] = self._experts.get(recipe.fqn, 0) + 1
         if self.blocks is None or self._experts[recipe.fqn] < recipe.experts:
-            return largest
+            return 0
+        most = self.device
         for old, size in self._to_change.pop(recipe.fqn, ()):
             new = self.blocks.take(size)
             self.blocks.give_back(old)
+            most = max(most, self.device + new)
             self.device += new - old
-            largest = max(largest, new)
-        return largest
+        return most - self.device
 
 
 def _held(form: Form, shapes: Shapes, taken: Sequence[int]) -> list[tuple[int, int]]:

@@ -249,14 +249,26 @@ def _layout(
     reason = _obstacle(linears, others, (n, k), dtype, choice, rotate=rotate)
     if reason:
         return Refusal(reason=reason)
-    if len(shape) == 3:
-        one_by_one = not all(use.grouped for use in linears)
-        return target.lay_out_experts(
-            choice.scheme, experts=shape[0], n=n, k=k, dtype=dtype, one_by_one=one_by_one
-        )
-    cuts = set.intersection(*(set(use.cuts) for use in linears))
+    cuts = tuple(sorted(set.intersection(*(set(use.cuts) for use in linears))))
     bias = next((use.bias for use in linears if use.bias is not None), None)
-    return target.lay_out(choice.scheme, n=n, k=k, dtype=dtype, cuts=tuple(sorted(cuts)), bias=bias)
+    one_by_one = not all(use.grouped for use in linears)
+
+    def lay_out(n: int, k: int) -> Layout | Refusal:
+        if len(shape) == 3:
+            return target.lay_out_experts(
+                choice.scheme, experts=shape[0], n=n, k=k, dtype=dtype, one_by_one=one_by_one
+            )
+        return target.lay_out(choice.scheme, n=n, k=k, dtype=dtype, cuts=cuts, bias=bias)
+
+    layout = lay_out(n, k)
+    if isinstance(layout, Refusal) or layout.host:
+        return layout
+    for rows, columns in {_cut_size((n, k), _as_stored(use)) for use in linears} - {(n, k)}:
+        found = lay_out(rows, columns)
+        if isinstance(found, Refusal):
+            why = found.reason.removeprefix("float: ")
+            return Refusal(reason=f"a cut of it, {rows} x {columns}: {why}")
+    return layout
 
 
 def _obstacle(
@@ -290,6 +302,14 @@ def _obstacle(
         ),
     )
     return next((reason for is_there, reason in obstacles if is_there), "")
+
+
+def _cut_size(shape: tuple[int, int], cuts: tuple[Cut, ...]) -> tuple[int, int]:
+    """N and K of what cuts of codes ``[N, K]`` leave."""
+    sizes = list(shape)
+    for cut in cuts:
+        sizes[cut.axis] = len(range(cut.start, cut.stop, cut.step))
+    return sizes[0], sizes[1]
 
 
 def _as_stored(use: Use) -> tuple[Cut, ...]:

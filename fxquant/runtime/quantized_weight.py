@@ -21,6 +21,7 @@ from typing_extensions import Self
 
 from fxquant.errors import QuantizedWeightError
 from fxquant.form import Form
+from fxquant.fractal_nz import as_nd, to_nz
 from fxquant.held import derive, unhold
 from fxquant.passes.weight_uses import GROUPED
 from fxquant.runtime.eager import quantized_embedding, quantized_linear, whole_codes
@@ -163,7 +164,9 @@ class QuantizedWeight(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         is_parameter = isinstance(self, nn.Parameter)
-        return rebuild_weight, (*self.constants, str(self.form), str(self.dtype), is_parameter)
+        # Torch stores the bytes of a tensor, and those of FRACTAL_NZ are in another order.
+        constants = tuple(as_nd(part) for part in self.constants) if self.form.nz else self.constants
+        return rebuild_weight, (*constants, str(self.form), str(self.dtype), is_parameter)
 
     @classmethod
     def __torch_function__(
@@ -323,7 +326,7 @@ def _copy_(func: Any, weight: QuantizedWeight, source: Tensor, non_blocking: boo
         floats = source.dequantize() if isinstance(source, QuantizedWeight) else source
         values = floats.to(weight.dtype)
         made = {"value": values} if weight.form.host else quantize_values(values, weight.form)
-        made |= {name: getattr(weight, name) for name in weight.form.given}
+        made |= {name: getattr(weight, name).to(values.device) for name in weight.form.given}
         made |= {name: derive(weight.form, name, made) for name in weight.form.derived}
         parts = tuple(made[name] for name in weight.form.constants)
     for kept, new in zip(weight.constants, parts, strict=True):
@@ -380,10 +383,12 @@ PRODUCTS = (aten.mm.default, aten.bmm.default)
 
 def rebuild_weight(*parts: Any) -> Tensor:
     """Undo ``QuantizedWeight.__reduce_ex__``."""
-    *constants, form, dtype, is_parameter = parts
-    weight: Tensor = QuantizedWeight(
-        tuple(constants), Form.parse(form), getattr(torch, dtype.removeprefix("torch."))
-    )
+    *constants, text, dtype, is_parameter = parts
+    form = Form.parse(text)
+    if form.nz and constants[0].device.type == "npu":
+        count = len(form.codes)
+        constants[:count] = [to_nz(part) for part in constants[:count]]
+    weight: Tensor = QuantizedWeight(tuple(constants), form, getattr(torch, dtype.removeprefix("torch.")))
     return nn.Parameter(weight, requires_grad=False) if is_parameter else weight
 
 

@@ -166,6 +166,8 @@ def _floats(asked: Question, family: Family) -> list[Call] | Refusal:
         if family == "mx fp4":
             if k % 2:
                 return Refusal(reason=f"K = {k} is odd, and two fp4 codes are a byte (M:5109)")
+            if n == 1 or k == 2:
+                return Refusal(reason=f"{n} x {k} fp4 codes: N and K / 2 of 1 do not lie transposed ({_V5})")
             kind = "float4_e2m1fn_x2"
             attributes |= {"x1_dtype": kind, "x2_dtype": kind}
         quantize = ("npu_dynamic_mx_quant", {"input": x}, {"dst_type": kind})

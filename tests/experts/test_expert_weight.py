@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxquant
+from fxquant import numerics
 from fxquant.errors import QuantizedWeightError
 from fxquant.form import Form
 from fxquant.numerics.experts import dequantize_experts, quantize_experts
@@ -234,3 +236,19 @@ def test_products_of_fakes_are_not_counted_as_calls() -> None:
     assert quantized.state.eager_linears == 0
     X @ quantized[2].mT
     assert quantized.state.eager_linears == 1
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4_g32"])
+def test_a_trace_does_not_work_through_the_experts(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo asks for shapes: how long that takes does not grow with their number."""
+    quantized, _ = weight(scheme)
+    mode = FakeTensorMode()
+
+    def never(*args: object, **kwargs: object) -> None:
+        raise AssertionError("an expert was dequantized while tracing")
+
+    fakes = tuple(mode.from_tensor(part) for part in quantized.constants)
+    monkeypatch.setattr(numerics, "dequantize_weight", never)
+    with mode:
+        floats = QuantizedWeight(fakes, quantized.form, torch.float32).dequantize()
+    assert (floats.shape, floats.dtype) == ((E, N, K), torch.float32)

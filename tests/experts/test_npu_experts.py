@@ -271,11 +271,11 @@ def test_what_is_not_as_asked_is_told() -> None:
 
 
 class ByIndex(nn.Module):
-    """An expert for each row, in float32."""
+    """An expert for each row."""
 
-    def __init__(self) -> None:
+    def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
-        self.w = nn.Parameter(torch.empty(2, 16, 32, device="meta"))
+        self.w = nn.Parameter(torch.empty(shape, device="meta", dtype=dtype))
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         return torch.bmm(self.w[ids], x.unsqueeze(-1)).squeeze(-1)
@@ -283,7 +283,7 @@ class ByIndex(nn.Module):
 
 def test_float32_is_computed_in_bfloat16() -> None:
     made = fxquant.plan(
-        ByIndex(),
+        ByIndex((2, 16, 32), torch.float32),
         example_inputs=(torch.zeros(4, 32), torch.zeros(4, dtype=torch.int64)),
         scheme="int8",
         backend="npu",
@@ -322,6 +322,42 @@ def test_cuts_and_mixed_schemes(scheme: str, other: str) -> None:
     counts = count_calls(low.run_graph)
     assert counts["npu.npu_grouped_matmul"] == 3
     assert sum("ends, int64" in line for line in dump(low.run_graph).splitlines()) == 1
+
+
+class Halves(nn.Module):
+    """Products with the halves of each expert, along N or K."""
+
+    def __init__(self, shape: tuple[int, int, int], axis: int) -> None:
+        super().__init__()
+        self.axis = axis
+        self.w = nn.Parameter(torch.empty(shape, device="meta", dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        first, second = self.w[ids].chunk(2, self.axis)
+        a, b = (x, x) if self.axis == 1 else x.chunk(2, -1)
+        return torch.bmm(first, a.unsqueeze(-1)) + torch.bmm(second, b.unsqueeze(-1))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "target", "shape", "axis", "reason"),
+    [
+        ("mxfp8", A950, (3, 32, 192), 2, "a cut of it, 32 x 96: .*an odd number of blocks"),
+        ("int4_channel", A2, (3, 16, 24), 2, "a cut of it, 16 x 12: .*not a multiple of 8"),
+        ("int4_channel", A2, (3, 16, 16), 2, "a cut of it, 16 x 8: .*not taken transposed"),
+        ("int4_channel", A2, (3, 2, 64), 1, "a cut of it, 1 x 64: .*not taken transposed"),
+        ("mxfp4", A950, (3, 1, 64), 0, "1 x 64 fp4 codes"),
+    ],
+)
+def test_what_no_cut_of_may_be_multiplied_stays_float(
+    scheme: str, target: str, shape: tuple[int, int, int], axis: int, reason: str
+) -> None:
+    """Seen when planning, not when lowering."""
+    model = Halves(shape, axis) if axis else ByIndex(shape)
+    x, ids = torch.zeros(4, shape[2], dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64)
+    given = {"example_inputs": (x, ids), "scheme": scheme, "backend": "npu", "target": target}
+    made = fxquant.plan(model, **given)
+    assert made.weight("w").form == "float"
+    assert re.search(reason, made.weight("w").reason)
 
 
 @pytest.mark.parametrize("bound", [0.5, 0.02])

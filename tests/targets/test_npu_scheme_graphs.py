@@ -365,3 +365,40 @@ def test_which_chip_takes_which_scheme() -> None:
     if os.environ.get("EXPECTTEST_ACCEPT") == "1":
         GOLDEN.write_text(text)
     assert text == GOLDEN.read_text()
+
+
+class Cut(nn.Module):
+    """A linear on the halves of K."""
+
+    def __init__(self, n: int, k: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.empty(n, k, dtype=BF16, device="meta"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.w.chunk(2, 1)
+        a, b = x.chunk(2, -1)
+        return torch.nn.functional.linear(a, first) + torch.nn.functional.linear(b, second)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "target", "k", "reason"),
+    [
+        ("mxfp8", A950, 192, "a cut of it, 16 x 96: K = 96 has an odd number of blocks"),
+        ("mxfp4", A950, 192, "a cut of it, 16 x 96: K = 96 has an odd number of blocks"),
+        ("int4_channel", A2, 24, "a cut of it, 16 x 12: K = 12 is not a multiple of 8"),
+        ("int4_channel", A2, 64, ""),
+    ],
+)
+def test_cuts_are_asked_about_when_planning(scheme: str, target: str, k: int, reason: str) -> None:
+    given = options(scheme, target, torch.zeros(3, k, dtype=BF16))
+    low = fxquant.lower(Cut(16, k), **given)
+    made = low.plan.weight("w")
+    assert reason in made.reason
+    assert (made.form == "float") == bool(reason)
+
+
+def test_fp4_codes_of_one_row() -> None:
+    """Nothing tells that they are passed transposed, which is how the op takes them."""
+    made = row("mxfp4", 1, 64, A950)
+    assert made.form == "float"
+    assert "1 x 64 fp4 codes: N and K / 2 of 1 do not lie transposed" in made.reason

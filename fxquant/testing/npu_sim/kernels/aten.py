@@ -145,6 +145,15 @@ def _attention(
     return to_device(out, query.device.index)
 
 
+def _histc(self: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:  # noqa: A002
+    """Counts of integers too, which the CPU's kernel refuses: in float64, exact."""
+    refuse_mixed_devices("histc", (self,), cpu_too=True)
+    drain()
+    given = host(self)
+    values = given if given.is_floating_point() else given.double()
+    return to_device(values.histc(bins, min, max).to(given.dtype), self.device.index)
+
+
 def _override_kernels(library: torch.library.Library) -> None:
     for name in registered("PrivateUse1", "aten"):
         op = op_named(name, "aten")
@@ -173,3 +182,4 @@ def install_aten(library: torch.library.Library) -> None:
     _override_composites(library)
     for key in ("PrivateUse1", "AutogradPrivateUse1"):
         library.impl("scaled_dot_product_attention", _attention, key, allow_override=True)
+    library.impl("histc", _histc, "PrivateUse1", allow_override=True)
