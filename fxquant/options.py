@@ -18,6 +18,7 @@ from fxquant.loading import LoadOptions
 from fxquant.materialize.budget import READ_BYTES, Budgets
 from fxquant.materialize.schedule import usable_workers
 from fxquant.planner import Request
+from fxquant.runtime.backend import check_inner
 from fxquant.stored import stored_config
 from fxquant.target import Target
 from fxquant.targets import choose_target
@@ -112,9 +113,8 @@ def make_request(
     check_options(options)
     _check_choice("reader", options, ("pread", "mmap"))
     _check_choice("weights", options, ("checkpoint", "dummy"))
-    disabled = tuple(options.get("disable_passes", ()))
-    if not set(disabled) <= set(passes.NAMES):
-        raise ConfigError(f"disable_passes: {disabled}; the passes are {', '.join(passes.NAMES)}")
+    check_inner(options.get("inner", "eager"))
+    disabled = _disabled(options.get("disable_passes", ()))
     backend = options.get("backend", "cpu")
     _check_choice("weight_format", options, ("nd", "nz"))
     target = choose_target(
@@ -136,10 +136,10 @@ def make_request(
         target=target,
         config=config,
         example_inputs=options.get("example_inputs"),
-        dynamic=options.get("dynamic", True),
+        dynamic=_flag("dynamic", options, default=True),
         key_map=options.get("key_map"),
-        strict=options.get("strict", False),
-        rotate=_rotate(options.get("rotate", False)),
+        strict=_flag("strict", options),
+        rotate=_flag("rotate", options),
         max_error=_max_error(options, checkpoint),
         disable_passes=disabled,
         whole=whole,
@@ -168,10 +168,20 @@ def _max_error(options: Mapping[str, Any], checkpoint: Checkpoint | None) -> flo
     return float(bound)
 
 
-def _rotate(value: object) -> bool:
+def _flag(name: str, options: Mapping[str, Any], *, default: bool = False) -> bool:
+    value = options.get(name, default)
     if not isinstance(value, bool):
-        raise ConfigError(f"rotate={value!r}: expected True or False")
+        raise ConfigError(f"{name}={value!r}: expected True or False")
     return value
+
+
+def _disabled(given: Iterable[str]) -> tuple[str, ...]:
+    """Passes to leave out. The weights' constants are what graphs are made of, so that one stays."""
+    disabled = tuple(given)
+    known = [name for name in passes.NAMES if name != "expand_weights"]
+    if not set(disabled) <= set(known):
+        raise ConfigError(f"disable_passes: {disabled}; passes that can be left out are {', '.join(known)}")
+    return disabled
 
 
 def _check_choice(name: str, options: Mapping[str, Any], known: tuple[str, ...]) -> None:

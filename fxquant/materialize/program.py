@@ -160,7 +160,7 @@ def measure_on_fakes(
         for end in program.ends:
             if end.kind == ABSMAX:
                 peak = max(peak, _alive(values, owned) + _pass_bytes(values[end.source], end.spec))
-            elif end.spec is not None and program.calls:
+            elif end.spec is not None and (program.calls or end.spec.refine):  # else of no note
                 peak = max(peak, _alive(values, owned) + _quantizing_bytes(values[end.source], end.spec))
         shapes = {end.source: tuple(values[end.source].shape) for end in program.ends}
     return peak, shapes

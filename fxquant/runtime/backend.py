@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.capture import normalize
-from fxquant.errors import CaptureError, QuantizedWeightError
+from fxquant.errors import CaptureError, ConfigError, QuantizedWeightError
 from fxquant.form import Form
 from fxquant.graph import placeholders
 from fxquant.pass_manager import trace
@@ -87,6 +87,21 @@ def _count_floats(gm: fx.GraphModule, state: RunState) -> None:
 def _not_convolutions(floats: fx.Node) -> list[fx.Node]:
     """Uses of the weight of a convolution that are none."""
     return [use.node for use in weight_uses(floats) if not (isinstance(use, OtherUse) and use.conv)]
+
+
+def check_inner(inner: object) -> None:
+    """Raise a ``ConfigError`` for what is no inner compiler, before anything is loaded."""
+    if inner == "eager" or callable(inner):
+        return
+    from torch._dynamo.backends.registry import InvalidBackend, lookup_backend
+
+    try:
+        if isinstance(inner, str):
+            lookup_backend(inner)
+            return
+    except InvalidBackend as error:
+        raise ConfigError(f"inner={inner!r}: torch.compile has no such backend") from error
+    raise ConfigError(f"inner={inner!r}: expected 'eager', a backend of torch.compile or a callable")
 
 
 def compile_inner(gm: fx.GraphModule, inner: str | Compiled) -> Compiled:

@@ -11,7 +11,8 @@ from fxquant.targets.cpu import cpu_target
 
 def _cpu(target: object = None, *, wide: str = "auto", weight_format: str = "nd") -> Target:
     if target is not None:
-        raise ConfigError(f"`target` must be a fxquant.Target for backend 'cpu', got {target!r}")
+        hint = "; the name of a chip goes with backend='npu'" if isinstance(target, str) else ""
+        raise ConfigError(f"`target` must be a fxquant.Target for backend 'cpu', got {target!r}{hint}")
     if wide != "auto":
         raise ConfigError(f"wide={wide!r}: the CPU has no limit on the width of a layer")
     if weight_format != "nd":

@@ -99,7 +99,7 @@ def test_the_largest_magnitude_is_reported(npu, scheme: str) -> None:
     assert error.maximum_is_exact == (scheme == "int8")
 
 
-@pytest.mark.parametrize("scheme", ["int8_weight_only", "int4_g32", "int4_g32_asym"])
+@pytest.mark.parametrize("scheme", ["int8_weight_only", "int4_g32", "int4_g32_asym", "int4_g64(refine=clip)"])
 def test_one_weight_is_made_within_the_budget(npu, tmp_path: Path, scheme: str) -> None:
     """Scales lie there twice while they are cast; with one weight nothing else is larger."""
 
@@ -118,7 +118,7 @@ def test_one_weight_is_made_within_the_budget(npu, tmp_path: Path, scheme: str) 
         report, peak = fxquant.report(model), torch.npu.max_memory_allocated() - base
         predicted = report.plan.predicted_peak["npu"]
         assert report.measured_peak["npu"] <= predicted <= (budget or predicted)
-        assert abs(peak - predicted) <= 0.03 * predicted + MIB
+        assert abs(peak - predicted) <= 0.03 * predicted + MIB / 2
         del model, report
 
 
