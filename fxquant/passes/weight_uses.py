@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fxquant.graph import is_call, is_tensor, target_name, value
 from fxquant.ops import FLOATS
@@ -264,6 +263,8 @@ def _match_experts(user: fx.Node, view: _View) -> ExpertUse | str:
 
 def _in_batches(found: ExpertUse, view: _View) -> ExpertUse | str:
     """The use as a product of batches, each with one expert."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes a third of a second
+
     name, shape = target_name(found.node), value(found.x).shape
     if len(shape) != 3 or not statically_known_true(shape[0] == value(view.node).shape[0]):
         return f"used by {name} with an activation that is not a batch for each expert"

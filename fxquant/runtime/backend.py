@@ -93,7 +93,8 @@ def check_inner(inner: object) -> None:
     """Raise a ``ConfigError`` for what is no inner compiler, before anything is loaded."""
     if inner == "eager" or callable(inner):
         return
-    from torch._dynamo.backends.registry import InvalidBackend, lookup_backend
+    from torch._dynamo.backends.registry import lookup_backend
+    from torch._dynamo.exc import InvalidBackend
 
     try:
         if isinstance(inner, str):
