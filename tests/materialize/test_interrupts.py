@@ -189,7 +189,7 @@ def test_the_memory_is_given_back_while_the_error_is_held(workers: int, kept: in
 
 
 PROGRAM = """
-import sys, threading, time
+import signal, sys, threading, time
 import torch
 import fxquant
 from fxquant.checkpoint import FileCheckpoint
@@ -210,6 +210,7 @@ def progress(step):
         print("loading", flush=True)
 
 options = {"load_workers": workers, "read_bytes": 4096, "progress": progress}
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let jobs in the background ignore it
 try:
     fxquant.compile(model, checkpoint, scheme="int8", **options)
 except KeyboardInterrupt:
