@@ -101,6 +101,11 @@ class Form:
         """The form as files have it: layouts of a device are not stored."""
         return replace(self, nz=False, held="")
 
+    @property
+    def in_one_part(self) -> Form:
+        """The form whose codes have the same values, ``[N, K]`` in one part, as the scheme has them."""
+        return replace(self.in_files, kn=False, parts_n=(), parts_k=())
+
     def regions(self, n: int, k: int) -> tuple[tuple[slice, slice], ...]:
         """Rows and columns of the codes ``[N, K]`` that each part holds."""
         rows, columns = _slices(self.parts_n or (n,)), _slices(self.parts_k or (k,))

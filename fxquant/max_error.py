@@ -121,4 +121,4 @@ def _measure(
 
 def _plain(form: Form) -> Form:
     """A form whose codes have the same values, in one part, and nothing beside them."""
-    return replace(form, table=False, kn=False, nz=False, held="", parts_n=(), parts_k=())
+    return replace(form.in_one_part, table=False)

@@ -31,7 +31,6 @@ class _Resident:
         if self.blocks is not None:
             self.device = self.blocks.take(sums_bytes(schedule.batches))
         self._to_change: dict[str, list[tuple[int, int]]] = {}
-        self._experts: dict[str, int] = {}
 
     def begin(self, recipe: Recipe) -> None:
         """The constants of a weight are allocated."""
@@ -50,12 +49,11 @@ class _Resident:
             self._to_change.setdefault(recipe.fqn, []).extend(zip(taken, padded, strict=False))
 
     def end(self, recipe: Recipe) -> int:
-        """A weight is made, or one expert; what is made of constants of a whole one gets blocks of its own.
+        """A weight is whole; what is made of its constants gets blocks of its own.
 
         The most bytes meanwhile beyond those after it: while a constant is changed it lies there twice.
         """
-        self._experts[recipe.fqn] = self._experts.get(recipe.fqn, 0) + 1
-        if self.blocks is None or self._experts[recipe.fqn] < recipe.experts:
+        if self.blocks is None:
             return 0
         most = self.device
         for old, size in self._to_change.pop(recipe.fqn, ()):
@@ -84,6 +82,7 @@ def predict(schedule: Schedule, graph: LoadGraph, held_bytes: Mapping[str, int])
     ``held_bytes``: by the recipe's label, bytes of reads that all its tiles share.
     """
     last = {job.recipe.label: i for i, batch in enumerate(schedule.batches) for job in batch.jobs}
+    whole = {job.recipe.fqn: i for i, batch in enumerate(schedule.batches) for job in batch.jobs}
     resident = _Resident(graph, schedule)
     allocated: set[str] = set()
     seen: set[str] = set()
@@ -108,7 +107,7 @@ def predict(schedule: Schedule, graph: LoadGraph, held_bytes: Mapping[str, int])
         window = [*window[-schedule.workers * LOOKAHEAD :], batch.transient]
         flight = sum(heapq.nlargest(schedule.workers, window))
         done += batch.read_bytes
-        ended = [resident.end(job.recipe) for job in batch.jobs if last[job.recipe.label] == i]
+        ended = [resident.end(job.recipe) for job in batch.jobs if whole[job.recipe.fqn] == i]
         casts = [*casts[-schedule.workers * LOOKAHEAD :], max(ended, default=0)]
         transient = held + flight + max(casts)  # a part that is cast lies there twice
         moments.append(Moment(read_bytes=done, memory=_by_device(schedule, resident, transient)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import torch
@@ -195,9 +195,7 @@ class LoadGraph:
     def _find(self, fqn: str, reads: Reads, dtype: torch.dtype, form: Form | None) -> int:
         how = _how(reads)
         simple = not reads.same
-        plain = (
-            replace(form, kn=False, nz=False, held="", parts_n=(), parts_k=()) if form is not None else None
-        )
+        plain = form.in_one_part if form is not None else None
         shape_key = (how, reads.stored, reads.dtypes, reads.shapes, dtype, plain)
         if simple and shape_key in self._by_shape:
             return self._by_shape[shape_key]

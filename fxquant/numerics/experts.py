@@ -33,19 +33,19 @@ def dequantize_experts(
     """The float values ``[E, N, k]`` that the constants stand for."""
     experts, n = constants[0].shape[:2]
     floats = torch.empty((experts, n, k), dtype=dtype, device=constants[0].device)
-    if only_stands_for_values(floats):
+    if _has_no_values(floats):
         return floats  # Dynamo asks for the shape, and would wait for each expert
     for i in range(experts):
         floats[i].copy_(numerics.dequantize_weight(expert_of(constants, i), spec, k, dtype))
     return floats
 
 
-def only_stands_for_values(tensor: torch.Tensor) -> bool:
+def _has_no_values(tensor: torch.Tensor) -> bool:
     """Whether nothing is computed, and no graph of what would be is recorded."""
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-    return tensor.is_meta or (isinstance(tensor, FakeTensor) and get_proxy_mode() is None)
+    return (tensor.is_meta or isinstance(tensor, FakeTensor)) and get_proxy_mode() is None
 
 
 def expert_of(constants: Sequence[torch.Tensor], index: int) -> tuple[torch.Tensor, ...]:
