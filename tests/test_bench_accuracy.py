@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -306,3 +307,26 @@ def test_small_run_end_to_end(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "in bf16" in printed
     assert "| `int8` | torchao Int8DynamicActivationInt8WeightConfig |" in printed
+
+
+_PRODUCTS = """
+import torch, torch.nn.functional as F
+from benchmarks.accuracy import half_products
+x, w, bias = torch.randn(3, 70), torch.randn(40, 70), torch.randn(40)
+half = [part.bfloat16() for part in (x, w, bias)]
+with torch.no_grad():
+    plain, exact = F.linear(*half), F.linear(x, w, bias)
+    half_products.through_float32()
+    for operands in (half, half[:2]):
+        wide = F.linear(*(part.double() for part in operands))
+        made = F.linear(*operands)
+        assert made.dtype == torch.bfloat16
+        assert ((made.double() - wide).abs() <= wide.abs() * 2**-8 + 1e-4).all()
+    assert ((F.linear(*half) - plain).abs() <= plain.abs() * 2**-7).all()
+    assert torch.equal(F.linear(x, w, bias), exact)
+"""
+
+
+def test_products_of_bfloat16_through_float32() -> None:
+    """In a process of its own: kernels are replaced."""
+    subprocess.run([sys.executable, "-c", _PRODUCTS], check=True, timeout=300)

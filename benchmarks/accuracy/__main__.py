@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.accuracy import own
+from benchmarks.accuracy import half_products, own
 from benchmarks.accuracy.models import PIECES, write_texts
 from benchmarks.accuracy.peers import PEERS
 from benchmarks.accuracy.records import FLOAT, SMOLLM2, Record, Results
@@ -91,9 +91,11 @@ def header(args: argparse.Namespace, digest: str) -> str:
     """What was measured on what."""
     have = versions(args.peers_python, sorted({peer.package for peer in PEERS.values()}))
     peers = ", ".join(f"{name} {version}" for name, version in have.items() if name != "python")
+    products = ["Products of bfloat16 are computed in float32."] if half_products.is_slow() else []
     return "\n".join(
         (
             f"torch {torch.__version__}, CPython {platform.python_version()}; {peers or 'no peers'}.",
+            *products,
             "SmolLM2-135M-Instruct in bf16, its tied head and embedding float: the first",
             f"{args.tokens} tokens of pydoc_data.topics (sha256 `{digest}`) in windows of {args.context}.",
             f"all-MiniLM-L6-v2 in float32, {args.sentences} sentences. Scales of static activations:",

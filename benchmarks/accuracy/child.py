@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.accuracy import own
+from benchmarks.accuracy import half_products, own
 from benchmarks.accuracy.models import Subject, layer_inputs, read_subjects
 from benchmarks.accuracy.peers import PEERS
 from benchmarks.accuracy.records import FLOAT
@@ -74,6 +74,8 @@ def measure(case: str, subject: Subject) -> dict[str, Any]:
 def main(argv: Sequence[str]) -> int:
     """Run `argv`: the case, and the file of the texts."""
     case, texts = argv
+    if half_products.is_slow():
+        half_products.through_float32()
     for subject in read_subjects(Path(texts)):
         try:
             found = measure(case, subject)
