@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fxquant.errors import ConfigError
-from fxquant.scheme import QuantSpec, Scheme, find_scheme
+from fxquant.scheme import SCALES, QuantSpec, Scheme, find_scheme
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,8 @@ class Form:
     ``parts_k``: the sizes into which N and K are cut, each part a constant of its own (empty: one
     part). ``odd_k``: K is odd, and the last byte of packed codes holds one. ``kernel``: the parameter is
     that of a convolution, ``[N, K / prod(kernel), *kernel]``. ``rotated``: the codes are of the weight
-    rotated along K, and activations are rotated before they meet it. ``held``: constants are as the ops
+    rotated along K, and activations are rotated before they meet it. ``scales``: scales and zero points
+    are bfloat16 or float16, not the scheme's float32. ``held``: constants are as the ops
     of a target take them for activations of this dtype, see ``held``. ``HOST`` is the form of a float
     weight that stays in main memory and is copied to the device for each call.
     """
@@ -38,6 +39,7 @@ class Form:
     nz: bool = False
     odd_k: bool = False
     rotated: bool = False
+    scales: str = ""
     held: str = ""
     parts_n: tuple[int, ...] = ()
     parts_k: tuple[int, ...] = ()
@@ -58,7 +60,7 @@ class Form:
         """The spec of the codes."""
         spec = find_scheme(self.scheme).weight
         assert spec is not None
-        return spec
+        return replace(spec, scale=self.scales) if self.scales else spec
 
     @property
     def act(self) -> QuantSpec | None:
@@ -192,7 +194,7 @@ class Form:
             if sizes
         )
         flags = {"t": self.transposed, "kn": self.kn, "nz": self.nz, "odd": self.odd_k, "rot": self.rotated}
-        flags[self.held] = bool(self.held)
+        flags[f"s_{self.scales}"], flags[self.held] = bool(self.scales), bool(self.held)
         text = "".join(f".{flag}" for flag, is_set in flags.items() if is_set)
         kernel = f".conv{'x'.join(map(str, self.kernel))}" if self.kernel else ""
         return f"{self.scheme}{kernel}{text}{parts}{'+table' if self.table else ''}"
@@ -205,14 +207,19 @@ class Form:
         match = _FORM.fullmatch(text)
         if match is None:
             raise ConfigError(f"{text!r} is not a form such as 'int8.t+table' or 'int8.kn/n:48384,48384'")
+        scheme = find_scheme(match["scheme"])
+        spec, scales = scheme.weight, match["scales"]
+        if scales and (spec is None or not spec.half_scales(SCALES[scales])):
+            raise ConfigError(f"{text!r} is not a form: scheme {scheme.name} has no scales in half precision")
         return Form(
-            scheme=find_scheme(match["scheme"]).name,
+            scheme=scheme.name,
             transposed=bool(match["transposed"]),
             table=bool(match["table"]),
             kn=bool(match["kn"]),
             nz=bool(match["nz"]),
             odd_k=bool(match["odd"]),
             rotated=bool(match["rot"]),
+            scales=scales or "",
             held=match["held"] or "",
             parts_n=_sizes(match["n"]),
             parts_k=_sizes(match["k"]),
@@ -234,7 +241,8 @@ HOST = Form(scheme="none")
 _FORM = re.compile(
     r"(?P<scheme>[a-z0-9_]+(\(refine=[a-z]+\))?)"
     r"(\.conv(?P<kernel>[1-9]\d{0,8}(x[1-9]\d{0,8}){0,2}))?"
-    r"(?P<transposed>\.t)?(?P<kn>\.kn)?(?P<nz>\.nz)?(?P<odd>\.odd)?(?P<rot>\.rot)?(\.(?P<held>bf16|f16))?"
+    r"(?P<transposed>\.t)?(?P<kn>\.kn)?(?P<nz>\.nz)?(?P<odd>\.odd)?(?P<rot>\.rot)?"
+    r"(\.s_(?P<scales>bf16|f16))?(\.(?P<held>bf16|f16))?"
     r"(/n:(?P<n>\d{1,18}(,\d{1,18})*))?(/k:(?P<k>\d{1,18}(,\d{1,18})*))?(?P<table>\+table)?"
 )
 

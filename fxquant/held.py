@@ -1,7 +1,7 @@
 """Constants as the ops of a target take them, made once a weight is whole.
 
 A ``Form`` with ``held``, the dtype of the activations, has for weight-only int8 and int4 schemes ``scale``
-in that dtype, ``8 - zero`` in that dtype for ``zero``, and codes of 4 bits in two's complement, eight of
+in that dtype, ``-zero`` in that dtype for ``zero``, and codes of 4 bits in two's complement, eight of
 which along K are an int32. With a static activation it has two constants more: ``act_scales``, the scale
 once for each of K, and ``deq_scale``, the product of both scales as the op takes it.
 """
@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from fxquant.form import Form
+from fxquant.scheme import SCALES
 
 FLIP = 0x88
 """Bits by which code + 8 and two's complement differ, in the two codes of a byte."""
-
-HALF = 8
-"""Codes 0 to 15 are -8 to 7 in two's complement, so that their offset is ``8 - zero``."""
 
 
 def flipped(form: Form) -> bool:
@@ -28,7 +26,7 @@ def flipped(form: Form) -> bool:
 
 
 def is_changed(form: Form, name: str) -> bool:
-    """Whether a constant of ``form`` has another dtype than the scheme says."""
+    """Whether a constant of ``form`` is not as the scheme has it."""
     return bool(form.held) and form.act is None and name in ("scale", "zero")
 
 
@@ -38,8 +36,7 @@ def hold(form: Form, name: str, value: Tensor) -> Tensor:
         return value.bitwise_xor_(FLIP) if flipped(form) else value
     if not is_changed(form, name):
         return value
-    exact = value.neg_().add_(HALF) if name == "zero" else value
-    return exact.to(form.held_dtype)
+    return (value.neg_() if name == "zero" else value).to(form.held_dtype)
 
 
 def unhold(form: Form, name: str, value: Tensor) -> Tensor:
@@ -48,8 +45,8 @@ def unhold(form: Form, name: str, value: Tensor) -> Tensor:
         return value ^ FLIP if flipped(form) else value
     if not is_changed(form, name):
         return value
-    exact = value.to(torch.float32)
-    return HALF - exact if name == "zero" else exact
+    exact = value.to(SCALES[form.weight.scale])
+    return -exact if name == "zero" else exact
 
 
 def derive(form: Form, name: str, given: Mapping[str, Tensor]) -> Tensor:

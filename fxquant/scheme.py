@@ -22,7 +22,7 @@ REFINEMENTS = ("clip", "hqq")
 """Ways to choose the scales of 4-bit weights without data: see ``numerics.refine``."""
 
 _SPEC = re.compile(
-    r"(?P<codes>int8|int4|e4m3|e2m1)\[(?P<rows>\d+|\*),(?P<k>\d+|\*)\](?P<scale>e8m0|e4m3)?(?P<zero>zp)?"
+    r"(?P<codes>int8|int4|e4m3|e2m1)\[(?P<rows>\d+|\*),(?P<k>\d+|\*)\](?P<scale>e8m0|e4m3|bf16|f16)?(?P<zero>zp)?"
     r"(?P<when>dyn|static)?(!(?P<refine>[a-z]+))?"
 )
 
@@ -46,15 +46,21 @@ CODES: Mapping[str, CodeType] = {
     "e4m3": CodeType(448, 8, torch.float8_e4m3fn, is_float=True),
     "e2m1": CodeType(6, 4, torch.uint8, is_float=True),
 }
-"""``int8``: -127 to 127. ``int4``: -7 to 7 held as code + 8, or 0 to 15 with a zero point. ``e4m3`` and
+"""``int8``: -127 to 127. ``int4``: -7 to 7, with a zero point -8 to 7, held as code + 8. ``e4m3`` and
 ``e2m1``: floats of 8 and 4 bits (OCP), held as their bits."""
 
 SCALES: Mapping[str, torch.dtype] = {
     "f32": torch.float32,
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
     "e8m0": torch.float8_e8m0fnu,
     "e4m3": torch.float8_e4m3fn,
 }
 """Dtypes of scales. ``e8m0``: powers of two. ``e4m3``: in units of a float32 scale for the whole tensor."""
+
+HALF_SCALES: Mapping[torch.dtype, str] = {torch.bfloat16: "bf16", torch.float16: "f16"}
+"""Scales and zero points that are in the dtype of the weight: those of int4, where they would be half as
+many bits as the codes in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +70,8 @@ class QuantSpec:
     ``block=(1, FULL)`` is per channel for a weight and per token for an activation. ``zero``: a zero
     point for each block beside the scale. ``dynamic``: of an activation whose scales are found at run
     time; ``static``: whose scale is given. The canonical text, ``str(spec)``, travels in op schemas:
-    ``int8[1,*]``, ``int8[1,*]dyn``, ``int4[1,64]zp!hqq``, ``e4m3[1,32]e8m0dyn``.
+    ``int8[1,*]``, ``int8[1,*]dyn``, ``int4[1,64]bf16zp!hqq``, ``e4m3[1,32]e8m0dyn``. The specs of schemes
+    have float32 scales; that of a weight may have others, see ``half_scales``.
     """
 
     codes: str = "int8"
@@ -96,6 +103,16 @@ class QuantSpec:
         return self.block in ((1, FULL), (FULL, FULL)) and self.scale == "f32" and not self.zero
 
     @property
+    def half_scale(self) -> bool:
+        """Whether scales and zero points are bfloat16 or float16."""
+        return self.scale in HALF_SCALES.values()
+
+    @property
+    def float_scale(self) -> bool:
+        """Whether a scale is the float that codes are multiplied by, of whatever dtype."""
+        return self.scale == "f32" or self.half_scale
+
+    @property
     def two_level(self) -> bool:
         """Whether scales of blocks are in units of a scale for the whole tensor."""
         return self.scale == "e4m3"
@@ -110,6 +127,13 @@ class QuantSpec:
         """What matters once codes exist: how scales were chosen does not."""
         return replace(self, refine="")
 
+    def half_scales(self, dtype: torch.dtype) -> str:
+        """``scale`` of the spec that weights of ``dtype`` have instead; empty where it is this one.
+
+        Int4 has scales and zero points of the weight's dtype.
+        """
+        return HALF_SCALES.get(dtype, "") if self.codes == "int4" else ""
+
     def constants(self, n: int, k: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Dtype and shape of each constant of a weight ``[n, k]``, the codes first."""
         grid = self.grid(n, k)
@@ -118,7 +142,7 @@ class QuantSpec:
             "scale": (SCALES[self.scale], grid),
         }
         if self.zero:
-            found["zero"] = (torch.float32, grid)
+            found["zero"] = (SCALES[self.scale], grid)
         if self.two_level:
             found["global_scale"] = (torch.float32, (1, 1))
         return found
@@ -215,7 +239,7 @@ def _int4(name: str, block: str) -> tuple[Scheme, Scheme]:
         Scheme(
             name=f"int4_{name}_asym",
             weight=_spec(f"int4[1,{block}]zp"),
-            note=f"W4A16: 0 to 15, a scale and a zero point per {what}",
+            note=f"W4A16: -8 to 7, a scale and a zero point per {what}",
         ),
     )
 

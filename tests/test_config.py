@@ -213,14 +213,18 @@ def test_a_generator_is_a_list_of_patterns() -> None:
     assert make_config("int8", None, (name for name in ("a", "b"))).ignore == ("a", "b")
 
 
-@pytest.mark.parametrize("text", ["int8", "int8.t", "int8+table", "int8.t+table"])
+FORMS = ["int8", "int8.t", "int8+table", "int8.t+table", "int4_g64.t.s_bf16.f16+table"]
+NO_FORMS = ["int8.x", "int8+tables", "w4", "", "int8+table.t", "int8.s_bf16", "none.s_f16", "int4_g64.s_f32"]
+
+
+@pytest.mark.parametrize("text", FORMS)
 def test_form_text_round_trip(text: str) -> None:
     form = Form.parse(text)
     assert str(form) == text
     assert (form.transposed, form.table) == (".t" in text, "+table" in text)
 
 
-@pytest.mark.parametrize("text", ["int8.x", "int8+tables", "w4", "", "int8+table.t"])
+@pytest.mark.parametrize("text", NO_FORMS)
 def test_bad_form_text_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         Form.parse(text)

@@ -28,6 +28,7 @@ def by_hand(weight: Tensor, top: int, group: int) -> Tensor:
     """What symmetric integer codes of a weight stand for, with a scale for each ``group`` of a row."""
     blocks = weight.float().unflatten(1, (-1, group or weight.shape[1]))
     scale = blocks.abs().amax(-1, keepdim=True) / top
+    scale = scale.to(weight.dtype).float() if group else scale  # of int4 in the weight's dtype
     return ((blocks / scale).round() * scale).flatten(1)
 
 
@@ -140,7 +141,8 @@ def test_numbers(scheme: str, top: int, group: int, dtype: torch.dtype) -> None:
     reference, model = pair(Lookup, dtype=dtype, config={"embed": scheme})
     rows = by_hand(reference.embed.weight.detach(), top, group).to(dtype)
     weight = model.fxquant_plan.weight("embed.weight")
-    assert (weight.form, weight.reason) == (scheme, "config 'embed'")
+    suffix = ".s_bf16" if group and dtype == torch.bfloat16 else ""
+    assert (weight.form, weight.reason) == (scheme + suffix, "config 'embed'")
     assert model.fxquant_plan.rewrites == {"linear": 0, "embedding": 1}
     assert list(model.fxquant_plan.kernels) == ["fxquant::embedding_dequant"]
     with torch.no_grad():

@@ -14,6 +14,7 @@ import fxquant
 from fxquant import numerics
 from fxquant.errors import ConfigError, RefusedError
 from fxquant.scheme import SCHEMES, WIDER, find_scheme, wider
+from tests.specs import spec_of
 
 BF16 = torch.bfloat16
 X = (torch.ones(2, 256, dtype=BF16),)
@@ -62,8 +63,7 @@ def plan(source: object, scheme: str, bound: float | None, **options: Any) -> fx
 
 
 def error_of(weight: Tensor, scheme: str) -> float:
-    spec = find_scheme(scheme).weight
-    assert spec is not None
+    spec = spec_of(scheme, weight.dtype)
     made = numerics.dequantize_weight(
         numerics.quantize_weight(weight, spec), spec, weight.shape[1], torch.float32
     )

@@ -3,7 +3,7 @@
 The folder holds ``fxquant.json`` (the manifest, written last) and files
 ``constants-00001-of-0000N.safetensors``. The manifest::
 
-    {"format": "fxquant-constants", "version": 1,
+    {"format": "fxquant-constants", "version": 2,
      "plan": {...},
      "weights": {fqn: {"form": "int8", "dtype": "bfloat16", "shape": [N, K],
                        "constants": {"codes": key, "scale": key}}},
@@ -40,7 +40,8 @@ from fxquant.form import Form
 
 MANIFEST = "fxquant.json"
 FORMAT = "fxquant-constants"
-VERSION = 1
+VERSION = 2
+"""Since 2 zero points are -8 to 7, and scales of int4 in the dtype of the weight."""
 FIELDS = ("format", "version", "plan", "weights", "files", "digests", "sha256")
 FILE_METADATA: Mapping[str, str] = MappingProxyType({"format": "pt", "fxquant": str(VERSION)})
 FLOAT = "float"
@@ -100,7 +101,7 @@ class ConstantsCheckpoint(FileCheckpoint):
     @property
     def identity(self) -> str:
         """Digest over tensor lists, file sizes, forms and the digests of the values; nothing is read."""
-        text = hashlib.sha256(b"fxquant constants 1\n")
+        text = hashlib.sha256(f"fxquant constants {VERSION}\n".encode())
         text.update(super().identity.encode())
         for part in (self._manifest.weights, self._manifest.digests):
             for item in part.items():

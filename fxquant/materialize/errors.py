@@ -35,9 +35,9 @@ class WeightError:
     of values that were clipped: rounding would give them a code out of the range. All three are over
     ``sampled_rows`` of the weight's ``rows`` (output features): clusters of 16, see
     ``numerics.sample_ranges``. ``maximum`` is the largest magnitude, of all rows if ``maximum_is_exact``
-    (scales tell; of float32 weights but for the last bit), else of the sampled ones. ``zero_rows`` counts
-    rows that are all zero, of all rows; None where scales do not tell. Of experts, ``[E, N, K]``, it is
-    over all of them: rows are sampled of each.
+    (scales tell; of float32 weights but for the last bit), else of the sampled ones, or of all rows to the
+    rounding of scales in half precision (2^-8). ``zero_rows`` counts rows that are all zero, of all rows;
+    None where scales do not tell. Of experts, ``[E, N, K]``, it is over all: rows of each are sampled.
     """
 
     relative: float
@@ -87,7 +87,7 @@ class _Measured:
     maximum: float | None
     zero_rows: int | None
     rounded: bool
-    """Scales are held in half precision, and do not tell the maximum exactly."""
+    """Scales are in half precision, and do not tell the maximum exactly."""
 
     @property
     def largest(self) -> float:
@@ -181,7 +181,7 @@ class Errors:
                 sums=by_label[label],
                 maximum=maximum,
                 zero_rows=zeros,
-                rounded=recipe.held is not None and recipe.held.act is None,
+                rounded=weight.spec.half_scale or (recipe.held is not None and recipe.held.act is None),
             )
             measured.setdefault(recipe.fqn, []).append(part)
         return {fqn: _made(parts) for fqn, parts in measured.items()}

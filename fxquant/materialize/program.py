@@ -116,7 +116,7 @@ class Maxima:
 
     def __init__(self, out: Tensor, lock: Any) -> None:
         self.lock = lock
-        self.absmax = torch.zeros_like(out)
+        self.absmax = torch.zeros_like(out, dtype=torch.float32)
         self.out = out
         self.done = False
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from fxquant.scheme import FULL, QuantSpec
 
-_SCALES = {"int8": ("f32",), "int4": ("f32",), "e4m3": ("f32", "e8m0"), "e2m1": ("f32", "e8m0", "e4m3")}
+_SCALES = {
+    "int8": ("f32",),
+    "int4": ("f32", "bf16", "f16"),
+    "e4m3": ("f32", "e8m0"),
+    "e2m1": ("f32", "e8m0", "e4m3"),
+}
 """Scales of codes."""
 
 

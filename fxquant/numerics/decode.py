@@ -62,7 +62,7 @@ def _rows(part: Tensor, rows: Tensor, side: int) -> Tensor:
 def float_rows(parts: Sequence[Tensor], spec: QuantSpec, k: int, start: int, stop: int) -> Tensor:
     """Rows ``start`` to ``stop`` of a weight in float32; ``start`` is a multiple of a block's rows."""
     scale = float_scale(parts, spec, start, stop)
-    zero = rows_of(parts[2], spec, start, stop) if spec.zero else None
+    zero = rows_of(parts[2], spec, start, stop).to(torch.float32) if spec.zero else None
     values = code_values(parts[0][start:stop], spec, k)
     apply_(values, spec, scale, zero)
     return values
@@ -79,7 +79,7 @@ def float_scale(parts: Sequence[Tensor], spec: QuantSpec, start: int, stop: int)
     scale = rows_of(parts[1], spec, start, stop)
     if spec.two_level:
         return scale.to(torch.float32) * parts[2]
-    return e8m0_values(scale) if spec.scale == "e8m0" else scale
+    return e8m0_values(scale) if spec.scale == "e8m0" else scale.to(torch.float32)
 
 
 def code_values(codes: Tensor, spec: QuantSpec, k: int) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from fxquant.numerics.blocks import regions
 from fxquant.numerics.decode import apply_
 from fxquant.numerics.floats import E4M3_TOP, e8m0_values
-from fxquant.numerics.integers import INT4_OFFSET, INT4_STEPS, TINY
+from fxquant.numerics.integers import INT4_HIGHEST, INT4_OFFSET, INT4_STEPS, smallest_scale
 from fxquant.numerics.packing import unpack
 from fxquant.scheme import FULL, QuantSpec
 
@@ -49,8 +49,8 @@ def sample_ranges(rows: int, columns: int) -> tuple[range, ...]:
 
 
 def can_clip(spec: QuantSpec) -> bool:
-    """Whether finite values can round to a code out of the range: not if scales are float32 maxima."""
-    return spec.scale != "f32" or spec.zero or bool(spec.refine)
+    """Whether finite values can round to a code out of the range: not if scales are float maxima."""
+    return not spec.float_scale or spec.zero or bool(spec.refine)
 
 
 def compare_rows(
@@ -91,8 +91,7 @@ def _decode(codes: Tensor, out_SK: Tensor, spec: QuantSpec) -> None:
     else:
         out_SK[:, 0::2].copy_(codes.bitwise_and(15))
         out_SK[:, 1::2].copy_(codes.bitwise_right_shift(4)[:, : out_SK.shape[1] // 2])
-        if not spec.zero:
-            out_SK.sub_(INT4_OFFSET)
+        out_SK.sub_(INT4_OFFSET)
 
 
 def _scale(values_SK: Tensor, spec: QuantSpec, scales: _Scales) -> None:
@@ -147,7 +146,7 @@ def _scales(others: Sequence[Tensor], spec: QuantSpec, rows: slice, count: int) 
         scale = scale.to(torch.float32).mul_(others[1])
     elif spec.scale == "e8m0":
         scale = e8m0_values(scale)
-    return _Scales(scale, picked[1] if spec.zero else None)
+    return _Scales(scale.to(torch.float32), picked[1].to(torch.float32) if spec.zero else None)
 
 
 def _clipped(values: Tensor, work: Tensor, spec: QuantSpec, scales: _Scales) -> tuple[Tensor, Tensor]:
@@ -162,16 +161,16 @@ def _clipped(values: Tensor, work: Tensor, spec: QuantSpec, scales: _Scales) -> 
         work.round_()
     if spec.zero:
         limit = INT4_STEPS / 2
-        work.sub_(limit)
+        work.sub_(INT4_HIGHEST - limit)
     return work.abs_().gt_(limit).sum(), values.abs_().amax()
 
 
 class Told(NamedTuple):
     """What the scales of a weight tell, scalars: the smallest, and what gives the largest magnitude.
 
-    ``smallest``, as bits unless scales are float32, is at most ``floor_of`` in rows of zeros; None where
-    blocks span rows. ``largest`` times ``unit_of_largest`` is the largest magnitude of the weight, to float32
-    rounding; None where scales are no maxima.
+    ``smallest``, as bits unless scales are floats, is at most ``floor_of`` in rows of zeros; None where
+    blocks span rows. ``largest`` times ``unit_of_largest`` is the largest magnitude of the weight, to the
+    rounding of the scale's dtype; None where scales are no maxima.
     """
 
     smallest: Tensor | None
@@ -181,7 +180,7 @@ class Told(NamedTuple):
 def told_by(others: Sequence[Tensor], spec: QuantSpec) -> Told:
     """What the constants beside the codes of a weight tell."""
     by_row = spec.block[0] == 1
-    if spec.scale == "f32":
+    if spec.float_scale:
         low, high = others[0].aminmax()
         return Told(low if by_row else None, None if can_clip(spec) else high)
     largest = others[1].view(()) if spec.two_level else None
@@ -195,12 +194,12 @@ def unit_of_largest(spec: QuantSpec) -> float:
 
 def floor_of(spec: QuantSpec) -> float:
     """The scale of a block of zeros, see ``Told``; values that cannot be told from zeros have it too."""
-    return {"f32": TINY, "e8m0": 0, "e4m3": 1}[spec.scale]
+    return {"e8m0": 0, "e4m3": 1}.get(spec.scale, smallest_scale(spec.scale))
 
 
 def zero_rows(others: Sequence[Tensor], spec: QuantSpec) -> int | None:
     """How many rows have no block but of zeros; None where values of other blocks have such scales."""
-    scale = others[0] if spec.scale == "f32" else others[0].view(torch.uint8)
+    scale = others[0] if spec.float_scale else others[0].view(torch.uint8)
     rows = int(scale.amax(1).le(floor_of(spec)).sum())
     return None if spec.two_level and rows else rows
 

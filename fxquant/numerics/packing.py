@@ -1,7 +1,6 @@
 """Codes of 4 bits, two to a byte along K: the even column lies in the low half.
 
-With an odd K the high half of a row's last byte holds 8, the code of 0, for symmetric int4; else it is 0,
-which is 0.0 for e2m1 and no particular value with a zero point (which need not be an integer).
+With an odd K the high half of a row's last byte holds code 0: 8 of int4, 0 of e2m1.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def unpack(packed: Tensor, spec: QuantSpec, k: int, dtype: torch.dtype = torch.f
     if spec.type.is_float:
         values = [*E2M1, *(-value for value in E2M1)]
     else:
-        values = [float(code - (0 if spec.zero else INT4_OFFSET)) for code in range(16)]
+        values = [float(code - INT4_OFFSET) for code in range(16)]
     table = torch.tensor(values, dtype=dtype, device=packed.device)
     pairs = torch.stack([table.repeat(16), table.repeat_interleave(16)], 1)
     # A pair is looked up as one number: rows of two are copied one by one, four times slower.

@@ -1,8 +1,10 @@
 """Scales and zero points of int4 weights, chosen from the weights alone: no data, no gradients.
 
 Both methods fit ``value = (code - zero) * scale`` to each group of a row, with ``code = clamp(round(value
-/ scale + zero))``; symmetric codes lie in -7 to 7 and have no zero, others in 0 to 15. Neither gives a
-group a larger squared error than rounding to nearest over the whole range of the group.
+/ scale + zero))``; symmetric codes lie in -7 to 7 and have no zero, others in -8 to 7. Neither gives a
+group a larger squared error than rounding to nearest over the whole range of the group. Scales and zeros
+are rounded to the dtype that they are stored in, and compared so; ``hqq`` finds its zeros for the rounded
+scale. (Scales that are subnormal float16 are rounded once more, up, when they have their size again.)
 
 ``clip`` minimizes the squared error. Its candidates are ranges that leave out a part of the group's own,
 at each end by itself. The codes under a range tell the best scale and zero in closed form (the regression
@@ -28,7 +30,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fxquant.scheme import QuantSpec
+from fxquant.numerics.integers import INT4_HIGHEST, INT4_LOWEST, INT4_STEPS, as_stored_, smallest_scale
+from fxquant.scheme import SCALES, QuantSpec
 
 CHUNK_BYTES = 256 << 10
 """Float32 bytes of a weight that are worked on at a time: the buffers stay in the cache."""
@@ -47,7 +50,7 @@ BETA, GROWTH, STEPS = 1.0, 1.05, 20
 is the same in every lane and library, a power is not. With these, errors up to half a step stay whole in
 every step, so that a group keeps its mean; with a larger ``beta`` it does not."""
 
-ZEROS = (-16.0, 31.0)
+ZEROS = (-24.0, 23.0)
 """Zeros are within: beyond, a zero in bfloat16 would be off by more than a tenth of a code."""
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -77,7 +80,7 @@ class _Chunk(NamedTuple):
 def choose(blocks: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
     """Scale and zero, float32 ``[R, C]``, for groups ``[R, C, c]`` of float32 values; no zero if symmetric.
 
-    ``spec`` is of int4 and says how in ``refine``. Scales are at least the smallest normal float32; zeros
+    ``spec`` is of int4 and says how in ``refine``; its scale's dtype holds both. Scales are above zero; zeros
     need not be integers. Rows are independent: a tile of rows has the same bits as in the whole. A group
     with values that are not finite has what rounding to nearest gives it.
     """
@@ -88,7 +91,7 @@ def choose(blocks: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
     scale = torch.empty((rows, groups), dtype=torch.float32, device=blocks.device)
     zero = torch.empty_like(scale) if spec.zero else None
     if blocks.numel() == 0:
-        return scale.fill_(_TINY), None if zero is None else zero.zero_()
+        return scale.fill_(smallest_scale(spec.scale)), None if zero is None else zero.zero_()
     shape = (_BUFFERS, _chunk_rows(rows, groups, size), groups, size)
     buffers = torch.empty(shape, dtype=torch.float32, device=blocks.device)
     for start in range(0, rows, buffers.shape[1]):
@@ -97,8 +100,10 @@ def choose(blocks: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
         chunk.values.copy_(blocks[start:stop])
         unit, kept = _normalize(chunk.values)
         nearest = _nearest(chunk, spec)
-        found = _where(kept, nearest, method(chunk, nearest))
-        torch.mul(found.scale, unit, out=scale[start:stop]).clamp_min_(_TINY)
+        found = _rounded(method(chunk, nearest, spec.scale), spec.scale)
+        better = _squared_error(chunk, found) < _squared_error(chunk, nearest)
+        found = _where(better & ~kept, found, nearest)
+        as_stored_(torch.mul(found.scale, unit, out=scale[start:stop]).clamp_min_(_TINY), spec.scale)
         if zero is not None and found.zero is not None:
             zero[start:stop] = found.zero
     return scale, zero
@@ -132,12 +137,23 @@ def _nearest(chunk: _Chunk, spec: QuantSpec) -> _Fit:
     """What rounding to nearest uses: the whole range, which contains 0, and an integer zero."""
     low, high = chunk.values.amin(-1), chunk.values.amax(-1)
     if not spec.zero:
-        return _Fit(torch.maximum(high, low.neg_()).div_(_SYMMETRIC[1]).clamp_min_(_TINY), None)
-    scale = high.clamp_min_(0).sub_(low.clamp_max_(0)).div_(_ASYMMETRIC[1]).clamp_min_(_TINY)
-    return _Fit(scale, low.neg_().div_(scale).round_())
+        scale = torch.maximum(high, low.neg_()).div_(_SYMMETRIC[1]).clamp_min_(_TINY)
+        return _Fit(_to(spec.scale, scale), None)
+    scale = _to(spec.scale, high.clamp_min_(0).sub_(low.clamp_max_(0)).div_(INT4_STEPS).clamp_min_(_TINY))
+    return _Fit(scale, low.neg_().div_(scale).round_().add_(INT4_LOWEST).clamp_(*_ASYMMETRIC))
 
 
-_SYMMETRIC, _ASYMMETRIC = (-7, 7), (0, 15)
+def _to(kind: str, values: Tensor) -> Tensor:
+    """Round in place to nearest."""
+    return values if kind == "f32" else values.copy_(values.to(SCALES[kind]))
+
+
+def _rounded(fit: _Fit, kind: str) -> _Fit:
+    """Scale and zero as they are stored."""
+    return _Fit(_to(kind, fit.scale), None if fit.zero is None else _to(kind, fit.zero))
+
+
+_SYMMETRIC, _ASYMMETRIC = (-7, 7), (INT4_LOWEST, INT4_HIGHEST)
 
 
 def _round(chunk: _Chunk, fit: _Fit) -> None:
@@ -206,16 +222,14 @@ def _search(chunk: _Chunk, fit: _Fit, ranges: Iterable[_Fit], mean: Tensor | Non
     return fit
 
 
-def _clip_symmetric(chunk: _Chunk, nearest: _Fit) -> _Fit:
+def _clip_symmetric(chunk: _Chunk, nearest: _Fit, _kind: str) -> _Fit:
     ranges = (_Fit(nearest.scale * shrink, None) for shrink in SHRINKS)
-    found = _refit(chunk, _search(chunk, nearest, ranges, None), None)
-    return _where(_squared_error(chunk, found) < _squared_error(chunk, nearest), found, nearest)
+    return _refit(chunk, _search(chunk, nearest, ranges, None), None)
 
 
-def _clip_asymmetric(chunk: _Chunk, nearest: _Fit) -> _Fit:
+def _clip_asymmetric(chunk: _Chunk, nearest: _Fit, _kind: str) -> _Fit:
     mean = chunk.values.mean(-1)
-    found = _refit(chunk, _search(chunk, nearest, _ranges(chunk), mean), mean)
-    return _where(_squared_error(chunk, found) < _squared_error(chunk, nearest), found, nearest)
+    return _refit(chunk, _search(chunk, nearest, _ranges(chunk), mean), mean)
 
 
 def _ranges(chunk: _Chunk) -> Iterable[_Fit]:
@@ -227,17 +241,18 @@ def _clipped(chunk: _Chunk, below: float, above: float) -> _Fit:
     low, high = chunk.values.amin(-1), chunk.values.amax(-1)
     low, high = torch.minimum(low, high / 2), torch.maximum(high, low / 2)
     width = (high - low).clamp_min_(_TINY)
-    scale = width * ((1 - below - above) / _ASYMMETRIC[1])
-    return _Fit(scale, (width * -below).sub_(low).div_(scale))
+    scale = width * ((1 - below - above) / INT4_STEPS)
+    return _Fit(scale, (width * -below).sub_(low).div_(scale).add_(INT4_LOWEST))
 
 
-def _hqq(chunk: _Chunk, nearest: _Fit) -> _Fit:
-    found = _clipped(chunk, 0, 0)
+def _hqq(chunk: _Chunk, _nearest: _Fit, kind: str) -> _Fit:
+    whole = _clipped(chunk, 0, 0)
+    found = _Fit(_to(kind, whole.scale), whole.zero)
     beta = BETA
     for _ in range(STEPS):
         found = _half_quadratic(chunk, found, beta)
         beta *= GROWTH
-    return _where(_squared_error(chunk, found) < _squared_error(chunk, nearest), found, nearest)
+    return found
 
 
 def _half_quadratic(chunk: _Chunk, fit: _Fit, beta: float) -> _Fit:
@@ -258,7 +273,7 @@ def _half_quadratic(chunk: _Chunk, fit: _Fit, beta: float) -> _Fit:
     return _Fit(fit.scale, (fit.zero - residual.mean(-1)).clamp_(*ZEROS))
 
 
-_METHODS: dict[tuple[str, bool], Callable[[_Chunk, _Fit], _Fit]] = {
+_METHODS: dict[tuple[str, bool], Callable[[_Chunk, _Fit, str], _Fit]] = {
     ("clip", False): _clip_symmetric,
     ("clip", True): _clip_asymmetric,
     ("hqq", True): _hqq,

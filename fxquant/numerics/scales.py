@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from fxquant.numerics.floats import E4M3_TOP, e4m3_scale, e8m0_of, e8m0_values
-from fxquant.numerics.integers import scale_and_zero, scale_of
+from fxquant.numerics.integers import as_stored_, scale_and_zero, scale_of
 from fxquant.scheme import QuantSpec
 
 
 class Scales(NamedTuple):
-    """Of a grid of blocks: ``stored`` as the constant has it, ``values`` in float32, a zero or None."""
+    """Of a grid of blocks: ``stored`` as the constant has it, ``values`` in float32, a zero or None.
+
+    Where ``stored`` is a float it may still be float32, of values that the constant can hold.
+    """
 
     stored: Tensor
     values: Tensor
@@ -35,7 +38,7 @@ def scales_of(blocks: Tensor, spec: QuantSpec, unit: Tensor | None) -> Scales:
         scale, zero = choose(blocks.squeeze(1), spec)
         return Scales(scale, scale, None if zero is None else zero.nan_to_num_(0.0))
     if spec.zero:
-        scale, zero = scale_and_zero(blocks.amax((1, 3)), blocks.amin((1, 3)).neg_())
+        scale, zero = scale_and_zero(blocks.amax((1, 3)), blocks.amin((1, 3)).neg_(), spec.scale)
         return Scales(scale, scale, zero)
     absmax = absmax_of(blocks)
     if spec.scale == "e8m0":
@@ -44,7 +47,7 @@ def scales_of(blocks: Tensor, spec: QuantSpec, unit: Tensor | None) -> Scales:
     if unit is not None:
         stored = e4m3_scale(absmax.div_(spec.top).div_(unit))
         return Scales(stored, stored.to(torch.float32).mul_(unit))
-    scale = scale_of(absmax, spec.top)
+    scale = as_stored_(scale_of(absmax, spec.top), spec.scale)
     return Scales(scale, scale)
 
 
@@ -56,16 +59,17 @@ def unit_of(absmax: Tensor, spec: QuantSpec) -> Tensor:
 def scale_from_absmax(absmax: Tensor, spec: QuantSpec) -> Tensor:
     """What is known after a first pass, from its maxima (see ``scan_shape``, whose shape it keeps).
 
-    The scale in its stored dtype; the scale for the whole tensor if there are two levels; scale and zero
-    point, stacked, if there is a zero point. ``known_constants`` says which constants these are.
+    The scale in its stored dtype (half ones as float32 of the same values); the scale for the whole tensor if
+    there are two levels; scale and zero point, stacked, if there is a zero point. ``known_constants`` says
+    which constants these are.
     """
     if spec.two_level:
         return unit_of(absmax.clone(), spec)
     if spec.zero:
-        return torch.stack(scale_and_zero(absmax[0].clone(), absmax[1].clone()))
+        return torch.stack(scale_and_zero(absmax[0].clone(), absmax[1].clone(), spec.scale))
     if spec.scale == "e8m0":
         return e8m0_of(absmax, spec.top)
-    return scale_of(absmax.clone(), spec.top)
+    return as_stored_(scale_of(absmax.clone(), spec.top), spec.scale)
 
 
 def known_constants(known: Tensor, spec: QuantSpec) -> dict[str, Tensor]:
@@ -82,4 +86,4 @@ def known_scales(known: Tensor, spec: QuantSpec, grid: tuple[slice, slice]) -> S
     if spec.zero:
         return Scales(known[0][grid], known[0][grid], known[1][grid])
     part = known[grid]
-    return Scales(part, e8m0_values(part) if spec.scale == "e8m0" else part)
+    return Scales(part, e8m0_values(part) if spec.scale == "e8m0" else part.to(torch.float32))

@@ -15,7 +15,14 @@ from torch import Tensor
 from fxquant.numerics.blocks import chunk_rows, float_chunks, regions, scan_shape, scratch_for
 from fxquant.numerics.checks import check_weight_spec
 from fxquant.numerics.floats import E4M3_TINY, PIECE_BYTES, e2m1_codes_
-from fxquant.numerics.integers import INT4_OFFSET, INT4_STEPS, TINY, scale_of
+from fxquant.numerics.integers import (
+    INT4_HIGHEST,
+    INT4_LOWEST,
+    INT4_OFFSET,
+    TINY,
+    scale_of,
+    smallest_scale,
+)
 from fxquant.numerics.packing import pack_
 from fxquant.numerics.scales import (
     Scales,
@@ -72,7 +79,7 @@ def quantize_into(w_NK: Tensor, spec: QuantSpec, outs: Sequence[Writable], scrat
         _divide_chunk(chunk, start, spec, outs)
         outs[0][start : start + chunk.shape[0]].copy_(held_codes(chunk, spec, bounded=_bounded(spec)))
     # A finite scale bounds the quotients; others come from values that are not finite.
-    if _bounded(spec) and not math.isfinite(cast("Tensor", outs[1]).sum().item()):
+    if _bounded(spec) and not _is_finite(cast("Tensor", outs[1])):
         quantize_known_into(w_NK, spec, cast("Tensor", outs[1]), outs, scratch)
 
 
@@ -118,15 +125,16 @@ def temporary_bytes(shape: tuple[int, ...], spec: QuantSpec) -> int:
     """At most so many bytes does ``quantize_into`` allocate beside ``scratch`` for a weight ``[N, K]``.
 
     Counted from the ops: 12 bytes for each scale of a chunk (the largest and smallest values of its block
-    and what the scale is made of), the buffers of e2m1 rounding, the maxima of a first pass. Measured as the
-    peak of the storages of all tensors made in the call (``materialize.meter.LiveBytes``), which a test
-    holds it to. It bounds ``absmax_into`` and ``quantize_known_into`` for a part of that shape too.
+    and what the scale is made of), 8 more where it is rounded to half precision, the buffers of e2m1
+    rounding, the maxima of a first pass. Measured as the peak of the storages of all tensors made in the
+    call (``materialize.meter.LiveBytes``), which a test holds it to. It bounds ``absmax_into`` and
+    ``quantize_known_into`` for a part of that shape too.
     """
     n, k = shape
     if n == 0 or k == 0:
         return 0
     rows = min(chunk_rows((n, k), spec), n)
-    size = 64 + 12 * math.prod(spec.grid(rows, k))
+    size = 64 + (20 if spec.half_scale else 12) * math.prod(spec.grid(rows, k))
     if spec.codes == "e2m1":
         size += min(PIECE_BYTES, 12 * rows * k)
     if _needs_scan((n, k), spec):
@@ -160,14 +168,19 @@ def _two_passes(w_NK: Tensor, spec: QuantSpec, outs: Sequence[Writable], scratch
 
 def _bounded(spec: QuantSpec) -> bool:
     """Whether no quotient by a finite scale rounds to more than the largest code."""
-    return spec.scale == "f32" and not spec.zero and not spec.refine
+    return spec.float_scale and not spec.zero and not spec.refine
+
+
+def _is_finite(scales: Tensor) -> bool:
+    return math.isfinite(scales.sum(dtype=torch.float32).item())
 
 
 def _divide_chunk(
     chunk: Tensor, start: int, spec: QuantSpec, outs: Sequence[Writable], known: Tensor | None = None
 ) -> None:
     """Divide a chunk by its scales in place, and write the scales that are found."""
-    if known is None and _bounded(spec) and spec.block == (1, FULL):
+    in_place = _bounded(spec) and spec.scale == "f32"
+    if known is None and in_place and spec.block == (1, FULL):
         scale = cast("Tensor", outs[1])[start : start + chunk.shape[0]]
         torch.maximum(chunk.amax(1, keepdim=True), chunk.amin(1, keepdim=True).neg_(), out=scale)
         chunk.div_(scale_of(scale, spec.top))
@@ -176,7 +189,7 @@ def _divide_chunk(
         if known is not None and not spec.two_level:
             divide_(blocks, known_scales(known, spec, grid))
             continue
-        if _bounded(spec):
+        if in_place:
             scale = absmax_of(blocks, cast("Tensor", outs[1])[grid])
             blocks.div_(scale_of(scale, spec.top)[:, None, :, None])
             continue
@@ -202,15 +215,15 @@ def held_codes(chunk: Tensor, spec: QuantSpec, *, bounded: bool = False) -> Tens
     if not spec.type.is_float:
         chunk.round_()
     if not bounded:
-        low, high = (0.0, float(INT4_STEPS)) if spec.zero else (-spec.top, spec.top)
+        low, high = (INT4_LOWEST, INT4_HIGHEST) if spec.zero else (-spec.top, spec.top)
         chunk.clamp_(low, high).nan_to_num_(0.0)
     if not spec.packed:
         return chunk
     if spec.type.is_float:
         e2m1_codes_(chunk)
-    elif not spec.zero:
+    else:
         chunk.add_(INT4_OFFSET)
-    return pack_(chunk, 0 if spec.type.is_float or spec.zero else INT4_OFFSET)
+    return pack_(chunk, 0 if spec.type.is_float else INT4_OFFSET)
 
 
 def _store(out: Any, values: Tensor) -> None:
@@ -220,7 +233,7 @@ def _store(out: Any, values: Tensor) -> None:
 
 def _fill_empty(spec: QuantSpec, outs: Sequence[Writable]) -> None:
     """Scales of a weight without values: the smallest ones."""
-    smallest = {"f32": TINY, "e8m0": 2.0**-127, "e4m3": E4M3_TINY}[spec.scale]
+    smallest = {"e8m0": 2.0**-127, "e4m3": E4M3_TINY}.get(spec.scale, smallest_scale(spec.scale))
     for name, out in zip(spec.names[1:], outs[1:], strict=True):
         value = {"scale": smallest, "zero": 0.0, "global_scale": TINY}[name]
         scale = cast("Tensor", out)

@@ -137,6 +137,7 @@ def choose_form(
         parts_n=layout.parts_n,
         parts_k=layout.parts_k,
         odd_k=scheme.weight.packed and k % 2 == 1,
+        scales=scheme.weight.half_scales(dtype),
         rotated=block > 1,
     )
     parts = [
@@ -202,7 +203,12 @@ def _without_product(
     scheme = weight_only(choice.scheme) or choice.scheme
     assert scheme.weight is not None
     odd_k = scheme.weight.packed and math.prod(shape[1:]) % 2 == 1
-    form = Form(scheme=scheme.name, odd_k=odd_k, kernel=tuple(shape[2:]) if special.conv else ())
+    form = Form(
+        scheme=scheme.name,
+        odd_k=odd_k,
+        scales=scheme.weight.half_scales(dtype),
+        kernel=tuple(shape[2:]) if special.conv else (),
+    )
     if special.conv:
         return Decision(form=form, reason=f"{choice.reason}, floats made for each call", asked=True)
     ignored = choice.scheme.act is not None

@@ -23,11 +23,12 @@ from torch import fx
 from fxquant.errors import QuantizedWeightError
 from fxquant.form import Form
 from fxquant.graph import call, fake_mode_of, inserting_before, placeholders, value
-from fxquant.held import FLIP, HALF, flipped
+from fxquant.held import FLIP, flipped
 from fxquant.numerics import block_size
 from fxquant.ops import dequantize_weight as _  # noqa: F401 - registers the dialect
 from fxquant.passes.uses import OtherUse
 from fxquant.passes.weight_uses import weight_uses
+from fxquant.scheme import SCALES
 
 aten = torch.ops.aten
 
@@ -63,8 +64,8 @@ def _unheld(gm: fx.GraphModule, name: str, part: fx.Node, form: Form) -> fx.Node
             return part
         made = call(gm, aten.bitwise_xor.Scalar, (part, FLIP))
     else:
-        made = call(gm, aten.to.dtype, (part, torch.float32))
-        made = call(gm, aten.rsub.Scalar, (made, HALF)) if name == "zero" else made
+        made = call(gm, aten.to.dtype, (part, SCALES[form.weight.scale]))
+        made = call(gm, aten.neg.default, (made,)) if name == "zero" else made
     made.meta["held"] = part
     return made
 

@@ -18,7 +18,7 @@ from torch.fx.node import Argument
 from fxquant.errors import GraphCheckError
 from fxquant.form import HELD, Form
 from fxquant.graph import inserting_before, is_call, value
-from fxquant.held import FLIP, HALF
+from fxquant.held import FLIP
 from fxquant.output_cuts import cuts_of, follow_cuts
 from fxquant.scheme import QuantSpec
 from fxquant.targets.npu_build import InGraph, Val, joined
@@ -245,7 +245,7 @@ def held_constant(b: InGraph, node: fx.Node, name: str, dtype: torch.dtype | Non
         packed = value(node).dtype == torch.uint8
         return b.call(aten.bitwise_xor.Scalar, node, FLIP) if packed else node
     assert dtype is not None
-    return b.cast(b.call(aten.rsub.Scalar, node, HALF) if name == "zero" else node, dtype)
+    return b.cast(b.call(aten.neg.default, node) if name == "zero" else node, dtype)
 
 
 def _derived(scale: fx.Node, name: str) -> fx.Node | None:

@@ -112,13 +112,13 @@ def test_other_readers_can_read_the_files(folder: Path) -> None:
     raw = (folder / ONE).read_bytes()
     header = 8 + struct.unpack("<Q", raw[:8])[0]
     assert header % DATA_ALIGNMENT == 0
-    assert json.loads(raw[8:header])["__metadata__"] == {"format": "pt", "fxquant": "1"}
+    assert json.loads(raw[8:header])["__metadata__"] == {"format": "pt", "fxquant": "2"}
 
 
 def test_the_manifest_is_as_documented(folder: Path) -> None:
     table = json.loads((folder / MANIFEST).read_text())
     assert list(table) == ["format", "version", "plan", "weights", "files", "digests", "sha256"]
-    assert (table["format"], table["version"]) == ("fxquant-constants", 1)
+    assert (table["format"], table["version"]) == ("fxquant-constants", 2)
     assert table["weights"]["a.weight"] == {
         "form": "int8",
         "dtype": "bfloat16",
@@ -412,7 +412,7 @@ def change(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
 
 Edit = Callable[[dict[str, Any]], object]
 EDITS: dict[str, tuple[Edit, str]] = {
-    "version": (lambda t: t.update(version=2), "version 2 of the format, this fxquant reads version 1"),
+    "version": (lambda t: t.update(version=1), "version 1 of the format, this fxquant reads version 2"),
     "true": (lambda t: t.update(version=True), "version True"),
     "format": (lambda t: t.update(format="other"), "not the manifest"),
     "field": (lambda t: t.update(more=1), "the fields are"),
@@ -499,7 +499,7 @@ def test_a_manifest_that_is_not_a_file(folder: Path) -> None:
 
 def test_metadata_of_the_files_is_checked(folder: Path) -> None:
     raw = (folder / ONE).read_bytes()
-    (folder / ONE).write_bytes(raw.replace(b'"fxquant":"1"', b'"fxquant":"2"', 1))
+    (folder / ONE).write_bytes(raw.replace(b'"fxquant":"2"', b'"fxquant":"1"', 1))
     with pytest.raises(CheckpointFileError, match="__metadata__ is"):
         ConstantsCheckpoint(folder)
 

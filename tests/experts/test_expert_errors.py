@@ -19,7 +19,7 @@ from fxquant.materialize.measure import measure_errors
 from fxquant.materialize.recipes import LoadGraph, Reads
 from fxquant.materialize.schedule import Scheduler
 from fxquant.numerics.experts import dequantize_experts, quantize_experts
-from fxquant.scheme import SCHEMES
+from tests.specs import spec_of
 
 E, N, K = 3, 96, 128
 BF16 = torch.bfloat16
@@ -52,8 +52,7 @@ def on_meta() -> nn.Module:
 
 
 def relative(w: Tensor, scheme: str, rows: Sequence[int] = range(N)) -> float:
-    spec = SCHEMES[scheme].weight
-    assert spec is not None
+    spec = spec_of(scheme, w.dtype)
     made = dequantize_experts(quantize_experts(w, spec), spec, K, torch.float32)
     error, picked = (w.double() - made)[:, rows], w.double()[:, rows]
     return float(error.norm() / picked.norm())

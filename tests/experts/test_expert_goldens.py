@@ -130,7 +130,7 @@ return [%20]""",
             run_graph(model, X, IDS, scheme="int4_g32"),
             """\
 p_w_codes : uint8[2, 8, 8]
-p_w_scale : float32[2, 8, 1]
+p_w_scale : bfloat16[2, 8, 1]
 x : bfloat16[4, 16]
 ids : int64[4]
 %4 = aten.arange(2, device=cpu, dtype=int64) : int64[2]
@@ -143,7 +143,7 @@ ids : int64[4]
 %11 = aten.unsqueeze(x, 1) : bfloat16[4, 1, 16]
 %12 = aten.squeeze.dim(%11, 1) : bfloat16[4, 16]
 %13 = aten.index.Tensor(%12, [%8]) : bfloat16[4, 16]
-%14 = fxquant.grouped_weight_only_mm(%13, [p_w_codes, p_w_scale], int4[1,32], %10) : bfloat16[4, 8]
+%14 = fxquant.grouped_weight_only_mm(%13, [p_w_codes, p_w_scale], int4[1,32]bf16, %10) : bfloat16[4, 8]
 %15 = aten.index.Tensor(%14, [%9]) : bfloat16[4, 8]
 %16 = aten.unsqueeze(%15, 1) : bfloat16[4, 1, 8]
 %17 = aten.squeeze.dim(%16, 1) : bfloat16[4, 8]

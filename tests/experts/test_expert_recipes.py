@@ -19,6 +19,7 @@ from fxquant.materialize.row_rules import NotSeparableError
 from fxquant.numerics.experts import quantize_experts
 from fxquant.scheme import SCHEMES
 from reference import error
+from tests.specs import spec_of
 
 E, N, K = 4, 192, 128
 KIB = 1 << 10
@@ -79,8 +80,7 @@ def test_constants_from_every_source(tmp_path: Path, source: str, turned: bool, 
         on_meta(turned), ckpt, scheme=scheme, example_inputs=(X,), read_bytes="16KiB", **options
     )
     weight = model.get_parameter("w")
-    spec = SCHEMES[scheme].weight
-    assert spec is not None
+    spec = spec_of(scheme, rows.dtype)
     for got, want in zip(weight.constants, quantize_experts(rows, spec), strict=True):
         assert got.dtype == want.dtype
         assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))

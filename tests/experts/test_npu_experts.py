@@ -248,7 +248,9 @@ def test_refusals(shape: tuple[int, ...], single: bool, options: dict[str, Any],
 def test_weight_only(scheme: str) -> None:
     """Also a group that is as wide as K or wider, which is a channel."""
     made = plan(Experts((2, 16, 32)), scheme=scheme, strict=True)
-    assert made.weight("w").form == f"{scheme}.bf16"
+    assert made.weight("w").form == (
+        f"{scheme}.s_bf16.bf16" if scheme.startswith("int4") else f"{scheme}.bf16"
+    )
     assert made.kernels["fxquant::grouped_weight_only_mm"]["op"] == "npu::npu_grouped_matmul"
 
 
@@ -368,7 +370,7 @@ def test_max_error(bound: float) -> None:
     made = fxquant.plan(
         model, state, example_inputs=inputs(64), scheme="int4_g32", backend="npu", target=A2, max_error=bound
     )
-    assert made.weight("w").form == ("int4_g32.bf16" if bound == 0.5 else "int8_weight_only.bf16")
+    assert made.weight("w").form == ("int4_g32.s_bf16.bf16" if bound == 0.5 else "int8_weight_only.bf16")
 
 
 def test_no_rows() -> None:

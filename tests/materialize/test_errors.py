@@ -110,7 +110,7 @@ def test_clipped_values_are_counted(scheme: str) -> None:
     quotients = w_NK / scale
     if spec.zero:
         quotients = quotients + parts[2].repeat_interleave(width, 1)[:, :k]
-        out = (quotients.round() < 0) | (quotients.round() > 15)
+        out = (quotients.round() < -8) | (quotients.round() > 7)
     elif spec.codes in ("int8", "int4"):
         out = quotients.round().abs() > spec.top
     else:

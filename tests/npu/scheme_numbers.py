@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -18,19 +20,17 @@ def computed(dtype: torch.dtype) -> torch.dtype:
     return HALF if dtype == HALF else BF16
 
 
+def spec_for(spec: QuantSpec, weight: Tensor) -> QuantSpec:
+    """The spec that a weight of this dtype has in a scheme."""
+    return replace(spec, scale=spec.half_scales(weight.dtype) or spec.scale)
+
+
 def weight_only(x: Tensor, weight: Tensor, bias: Tensor | None, spec: QuantSpec) -> Tensor:
     """Scales and offsets rounded to the dtype of the op, values too, then a product in float64."""
-    dtype = computed(x.dtype)
-    codes, scale, *zero = numerics.quantize_weight(weight, spec)
-    ones = torch.ones_like(scale)
-    floats = numerics.dequantize_weight((codes, ones, *zero), spec, weight.shape[1], FULL)  # u - zero
-    columns = spec.block[1] or weight.shape[1]
-    wide = scale.to(dtype).float().repeat_interleave(columns, 1)[:, : weight.shape[1]]
-    if zero:
-        plain = numerics.dequantize_weight((codes, ones, zero[0] * 0), spec, weight.shape[1], FULL)
-        offset = (8 - zero[0]).to(dtype).float().repeat_interleave(columns, 1)[:, : weight.shape[1]]
-        floats = plain - 8 + offset
-    values = (floats * wide).to(dtype)
+    dtype, spec = computed(x.dtype), spec_for(spec, weight)
+    codes, *beside = numerics.quantize_weight(weight, spec)
+    rounded = tuple(part.to(dtype).to(part.dtype) for part in beside)
+    values = numerics.dequantize_weight((codes, *rounded), spec, weight.shape[1], dtype)
     out = (x.to(dtype).double() @ values.double().t()).float()
     out = out if bias is None else out + bias.float()
     return out.to(dtype).to(x.dtype)

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from scheme_numbers import BF16, HALF, ULP, reference, weight_only
+from scheme_numbers import BF16, HALF, ULP, reference, spec_for, weight_only
 from torch import Tensor, nn
 from transformers.integrations import moe
 
@@ -133,7 +133,7 @@ def test_saved_and_loaded(simulate, npu, tmp_path, scheme):
     again = compiled(tmp_path / "saved", x, scheme)
     assert torch.equal(run(again, x), want)
     codes = load_file(next((tmp_path / "saved").glob("*.safetensors")))["w.codes"]
-    spec = str(find_scheme(scheme).weight)
+    spec = str(spec_for(find_scheme(scheme).weight, rows))
     assert torch.equal(codes[1], torch.ops.fxquant.quantize_weight(rows[0, 1], spec)[0])
     fxquant.reload(again, {"w": rows[1]})
     assert torch.equal(run(again, x), of_each(x, rows[1], scheme))

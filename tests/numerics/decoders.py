@@ -50,13 +50,13 @@ def code_value(row: list[int], column: int, spec: QuantSpec) -> float:
         return e4m3(row[column])
     if spec.codes == "e2m1":
         return e2m1(nibble(row, column))
-    return float(nibble(row, column) - (0 if spec.zero else 8))
+    return float(nibble(row, column) - 8)
 
 
 def scale_value(scale: Tensor, row: int, column: int) -> float:
     """A scale of any dtype."""
-    if scale.dtype == torch.float32:
-        return float(scale[row, column].item())
+    if scale.dtype.itemsize > 1:
+        return float(scale[row, column].item())  # a float
     byte = int(scale.view(torch.uint8)[row, column].item())
     return e8m0(byte) if scale.dtype == torch.float8_e8m0fnu else e4m3(byte)
 

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import torch
 from torch import Tensor
 
-from fxquant.scheme import FULL, SCHEMES, QuantSpec
+from fxquant.scheme import FULL, SCALES, SCHEMES, QuantSpec
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 TINY = torch.finfo(torch.float32).tiny
@@ -24,8 +24,17 @@ MORE_SPECS = [
     "e4m3[3,5]",
     "e2m1[1,3]e8m0",
 ]
+HALF_SPECS = [
+    "int4[1,32]bf16",
+    "int4[1,32]f16",
+    "int4[1,*]f16",
+    "int4[1,64]bf16zp",
+    "int4[1,32]f16zp",
+    "int4[1,*]bf16zp",
+]
 REFINED_SPECS = ["int4[1,32]!clip", "int4[1,32]zp!clip", "int4[1,64]zp!hqq", "int4[1,*]zp!hqq"]
-RULED_SPECS = [*SCHEME_SPECS, *OTHER_SPECS, *MORE_SPECS]
+REFINED_SPECS += ["int4[1,32]bf16!clip", "int4[1,32]f16zp!clip", "int4[1,64]bf16zp!hqq"]
+RULED_SPECS = [*SCHEME_SPECS, *OTHER_SPECS, *MORE_SPECS, *HALF_SPECS]
 """Whose scales follow from the largest values."""
 
 ALL_SPECS = [*RULED_SPECS, *REFINED_SPECS]
@@ -33,6 +42,14 @@ ALL_SPECS = [*RULED_SPECS, *REFINED_SPECS]
 ACT_SPECS = sorted(
     {str(scheme.act) for scheme in SCHEMES.values() if scheme.act is not None and scheme.act.dynamic}
 )
+
+
+def weight_for(w: Tensor, spec: QuantSpec) -> Tensor:
+    """A weight that ``spec`` is for: half scales are in the weight's dtype."""
+    if not spec.half_scale:
+        return w
+    limit = torch.finfo(SCALES[spec.scale]).max
+    return w.float().clamp(-limit, limit).to(SCALES[spec.scale])
 
 
 @st.composite

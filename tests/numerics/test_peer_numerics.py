@@ -107,8 +107,8 @@ def test_int4_of_torchao(torchao: Any, kind: str, group: int) -> None:
     check_ties(known_codes(w, f"int4[1,{group}]", scale), theirs, w.double() / each(scale), kind)
 
     uneven = torchao.MappingType.ASYMMETRIC
-    scale, zero = torchao.choose_qparams_affine(w, uneven, block, torch.uint8, 0, 15, eps=1e-30)
-    theirs = torchao.quantize_affine(w, block, scale, zero, torch.uint8, 0, 15)
+    scale, zero = torchao.choose_qparams_affine(w, uneven, block, torch.int8, -8, 7, eps=1e-30)
+    theirs = torchao.quantize_affine(w, block, scale, zero, torch.int8, -8, 7)
     scale, zero = scale.view(N, -1), zero.view(N, -1).float()
     ours = known_codes(w, f"int4[1,{group}]zp", torch.stack([scale, zero]))
     # The zero point is added before we round, after they do: a sum of float32, and ties.
@@ -179,8 +179,7 @@ def test_integers_of_compressed_tensors(ct: Any, kind: str) -> None:
                 ours = known_codes(w, f"int4[1,{group}]", scale)
                 theirs = theirs.clamp(-7, 7)  # -8 is theirs alone
             else:
-                # Codes of theirs are -8 to 7.
-                ours = known_codes(w, f"int4[1,{group}]zp", torch.stack([scale, zero.float() + 8])) - 8
+                ours = known_codes(w, f"int4[1,{group}]zp", torch.stack([scale, zero.float()]))
             off = ours.double() != theirs.double()
             quotient = w.double() / each(scale)
             assert ((quotient[off] - quotient[off].floor() - 0.5).abs() <= 2.0**-19).all()
@@ -256,7 +255,7 @@ def test_exactness_beside_torchao(torchao: Any, group: int, record_property: Any
     for text, mapping, dtype, low, high in (
         (f"int8[1,{name}]", torchao.MappingType.SYMMETRIC, torch.int8, -128, 127),
         (f"int4[1,{name}]", torchao.MappingType.SYMMETRIC, torch.int8, -8, 7),
-        (f"int4[1,{name}]zp", torchao.MappingType.ASYMMETRIC, torch.uint8, 0, 15),
+        (f"int4[1,{name}]zp", torchao.MappingType.ASYMMETRIC, torch.int8, -8, 7),
     ):
         scale, zero = torchao.choose_qparams_affine(w, mapping, block, dtype, low, high)
         codes = torchao.quantize_affine(w, block, scale, zero, dtype, low, high)

@@ -24,7 +24,7 @@ def represented(v: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
     if zero is None:
         return (v / scale).round().clamp(-7, 7) * scale
     shift = zero.double()[..., None]
-    return ((v / scale + shift).round().clamp(0, 15) - shift) * scale
+    return ((v / scale + shift).round().clamp(-8, 7) - shift) * scale
 
 
 def loss(v: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
@@ -38,7 +38,7 @@ def nearest(v: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
         return (v.abs().amax(-1) / 7).clamp_min(TINY), None
     low, high = v.amin(-1).clamp_max(0), v.amax(-1).clamp_min(0)
     scale = (high / 15 - low / 15).clamp_min(TINY)
-    return scale, (-low / scale).round()
+    return scale, (-low / scale).round() - 8
 
 
 def samples(size: int, rows: int = 60, groups: int = 5) -> Tensor:
@@ -94,7 +94,7 @@ def test_a_step_of_hqq_takes_up_the_mean_of_thresholded_values(beta: float) -> N
     assert torch.equal(found.scale, fit.scale)
     position = v.double() / fit.scale.double()[..., None]
     shift = (zero + 0.2).double()[..., None]
-    codes = (position + shift).round().clamp(0, 15)
+    codes = (position + shift).round().clamp(-8, 7)
     residual = position - (codes - shift)
     error = residual.sign() * (residual.abs() - residual.abs() ** -0.5 / beta).clamp_min(0)
     assert (error != 0).any()
@@ -123,7 +123,7 @@ def test_near_the_best_of_an_exhaustive_grid(spec: QuantSpec) -> None:
     )  # hqq moves the zero alone
     for part in parts:
         scale = reach * part / 15
-        shifts = torch.linspace(-1, 16, 171).tolist() if spec.zero else [None]
+        shifts = torch.linspace(-9, 8, 171).tolist() if spec.zero else [None]
         for shift in shifts:
             zero = None if shift is None else torch.full_like(scale, shift)
             best = torch.minimum(best, loss(v, scale, zero))
@@ -140,7 +140,7 @@ def test_a_grid_of_sixteen_values_is_found_again(spec: QuantSpec) -> None:
     scale, zero = choose(v, spec)
     assert zero is not None
     assert torch.allclose(represented(v, scale, zero), v.double(), rtol=1e-5, atol=1e-5 * 8 * 300)
-    assert torch.allclose(zero, torch.tensor(7.3), atol=1e-3)
+    assert torch.allclose(zero, torch.tensor(-0.7), atol=1e-3)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)

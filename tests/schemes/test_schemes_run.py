@@ -30,6 +30,7 @@ from tests.schemes.models import (
     state,
     weights,
 )
+from tests.specs import spec_of
 
 
 @pytest.fixture(scope="module", params=ALL)
@@ -133,8 +134,30 @@ def test_made_up_constants_have_the_planned_sizes(scheme: str, model: nn.Module)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", NAMES)
 def test_half_precision(name: str, dtype: torch.dtype) -> None:
-    spec = find_scheme(name).weight
-    assert spec is not None
-    out = run(compiled(name, dtype=dtype), X.to(dtype))
+    """Scales of int4 are in the weight's dtype, those of the others as in float32."""
+    spec = spec_of(name, dtype)
+    model = compiled(name, dtype=dtype)
+    out = run(model, X.to(dtype))
     assert out.dtype == dtype
     assert error(out, reference(state())) < LIMITS[spec.codes] + 0.01
+    for fqn, weight in weights(model).items():
+        value = state(dtype)[fqn]
+        rows = value.t() if weight.form.transposed else value
+        made = numerics.quantize_weight(rows.contiguous(), spec)
+        assert (made[1].dtype == dtype) == (spec.codes == "int4")
+        assert all(numerics.same_values(a, b) for a, b in zip(weight.whole, made, strict=True)), fqn
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["int4_g32", "int4_g64_asym(refine=hqq)"])
+def test_half_scales_stay_when_a_model_is_cast(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = compiled(name, dtype=dtype)
+    before = values_of(model)
+    model = model.float()
+    for fqn, weight in weights(model).items():
+        assert (weight.dtype, weight.scale.dtype) == (torch.float32, dtype)
+        assert torch.equal(weight.dequantize().to(dtype), before[fqn])
+    fxquant.save_checkpoint(model, tmp_path / "saved")
+    stored = compiled("int8", tmp_path / "saved", scheme=None, config=None)
+    assert same(stored, model)
+    assert torch.equal(run(stored), run(model))

@@ -309,7 +309,7 @@ def row(
         ("int4_g32", A2, 64, 68, BF16, "float", "K = 68 is not a multiple of 8"),
         ("int4_g32", A2, 1, 64, BF16, "float", "1 x 64 int4 codes"),
         ("int4_channel", A2, 64, 8, BF16, "float", "64 x 8 int4 codes"),
-        ("int4_g128", A2, 64, 128, BF16, "int4_g128.bf16", ""),
+        ("int4_g128", A2, 64, 128, BF16, "int4_g128.s_bf16.bf16", ""),
         ("int8_static", A2, 64, 64, BF16, "int8_static.kn.bf16", "act_scale 0.05"),
         ("int8_static", A2, 65536, 64, BF16, "int8_static.kn.bf16/n:32768,32768", "split"),
         ("int8_static", A950, 65536, 64, BF16, "int8_static.kn.bf16", ""),
@@ -347,7 +347,7 @@ def test_fractal_nz() -> None:
     assert static.form == "int8_static.kn.nz.bf16"
     assert "cast to FRACTAL_NZ" in static.reason
     other = row("int4_g32", 64, 64, A2, weight_format="nz")
-    assert other.form == "int4_g32.bf16"
+    assert other.form == "int4_g32.s_bf16.bf16"
     assert "not in FRACTAL_NZ: npu_weight_quant_batchmatmul takes it in graph mode alone" in other.reason
 
 
