@@ -9,13 +9,14 @@ from torch import Tensor
 from fxquant.materialize.meter import LiveBytes
 from fxquant.numerics import refine
 from fxquant.numerics.refine import ZEROS, choose, temporary_bytes
-from fxquant.scheme import QuantSpec
+from fxquant.scheme import SCALES, QuantSpec
 
 TINY = torch.finfo(torch.float32).tiny
 CLIP, CLIP_ASYM, HQQ = SPECS = tuple(
     QuantSpec.parse(f"int4[1,64]{text}") for text in ("!clip", "zp!clip", "zp!hqq")
 )
 ASYMMETRIC = (CLIP_ASYM, HQQ)
+HALF = tuple(QuantSpec.parse(f"int4[1,64]bf16{text}") for text in ("!clip", "zp!clip", "zp!hqq"))
 
 
 def represented(v: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
@@ -33,12 +34,13 @@ def loss(v: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
 
 
 def nearest(v: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero of rounding to nearest."""
+    """Scale and zero of rounding to nearest, the scale as it is stored."""
+    dtype = SCALES[spec.scale]
     if not spec.zero:
-        return (v.abs().amax(-1) / 7).clamp_min(TINY), None
+        return (v.abs().amax(-1) / 7).clamp_min(TINY).to(dtype).float(), None
     low, high = v.amin(-1).clamp_max(0), v.amax(-1).clamp_min(0)
-    scale = (high / 15 - low / 15).clamp_min(TINY)
-    return scale, (-low / scale).round() - 8
+    scale = (high / 15 - low / 15).clamp_min(TINY).to(dtype).float()
+    return scale, ((-low / scale).round() - 8).clamp(-8, 7)
 
 
 def samples(size: int, rows: int = 60, groups: int = 5) -> Tensor:
@@ -53,12 +55,14 @@ def samples(size: int, rows: int = 60, groups: int = 5) -> Tensor:
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 32, 64, 200])
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("spec", [*SPECS, *HALF], ids=str)
 def test_never_worse_than_rounding_to_nearest(spec: QuantSpec, size: int) -> None:
     v = samples(size)
     scale, zero = choose(v, spec)
     assert (scale.dtype, scale.shape) == (torch.float32, v.shape[:2])
     assert (zero is not None) == spec.zero
+    for found in (scale, zero):
+        assert found is None or torch.equal(found.to(SCALES[spec.scale]).float(), found)
     assert zero is None or ((zero >= ZEROS[0]) & (zero <= ZEROS[1])).all()
     before, after = loss(v, *nearest(v, spec)), loss(v, scale, zero)
     # Float32 rounds each value's error by some 1e-7 of the value.

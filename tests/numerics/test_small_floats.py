@@ -127,16 +127,23 @@ def test_unpack_undoes_pack(n: int, k: int, text: str) -> None:
     if spec.codes == "e2m1":
         assert values.tolist() == [[e2m1(code) for code in row] for row in codes.tolist()]
     else:
-        assert torch.equal(values, codes.float() - (0 if spec.zero else 8))
+        assert torch.equal(values, codes.float() - 8)
         assert torch.equal(unpack(packed, spec, k, torch.int8).float(), values)
 
 
 @pytest.mark.parametrize(
     ("text", "limit", "reached"),
-    [("e4m3[1,1]e8m0", 1 / 8, 0.124), ("e2m1[1,1]e8m0", 1 / 4, 0.249), ("e2m1[1,1]", 2.0**-22, 0.0)],
+    [
+        ("e4m3[1,1]e8m0", 1 / 8, 0.124),
+        ("e2m1[1,1]e8m0", 1 / 4, 0.249),
+        ("e2m1[1,1]", 2.0**-22, 0.0),
+        ("int4[1,1]", 2.0**-22, 0.0),
+        ("int4[1,1]bf16", 2.0**-8, 2.0**-8.1),
+        ("int4[1,1]f16", 2.0**-11, 2.0**-11.1),
+    ],
 )
 def test_error_of_the_largest_of_a_block(text: str, limit: float, reached: float) -> None:
-    """The limits in the table of formats: those of MX are nearly reached."""
+    """The limits in the table of formats: those of MX and of half scales are nearly reached."""
     from fxquant.numerics import dequantize_weight, quantize_weight
 
     spec = QuantSpec.parse(text)
