@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from fxquant.errors import ConfigError
 
@@ -14,14 +15,24 @@ BATCH, LENGTH = 2, 8
 
 
 def normalize_inputs(example_inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``(args, kwargs)`` from a tuple, a dict or one tensor."""
+    """``(args, kwargs)`` from a tuple, a dict or one tensor; tensors on meta become zeros."""
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
     if isinstance(example_inputs, Mapping):
-        return (), dict(example_inputs)
-    if isinstance(example_inputs, tuple | list):
-        return tuple(example_inputs), {}
-    if isinstance(example_inputs, Tensor):
-        return (example_inputs,), {}
-    raise ConfigError(f"example_inputs must be a tuple or a dict, got {type(example_inputs).__name__}")
+        kwargs = dict(example_inputs)
+    elif isinstance(example_inputs, tuple | list):
+        args = tuple(example_inputs)
+    elif isinstance(example_inputs, Tensor):
+        args = (example_inputs,)
+    else:
+        raise ConfigError(f"example_inputs must be a tuple or a dict, got {type(example_inputs).__name__}")
+    filled: tuple[Any, Any] = pytree.tree_map_only(Tensor, _with_values, (args, kwargs))
+    return filled
+
+
+def _with_values(tensor: Tensor) -> Tensor:
+    """What meets a weight is fake while a model is captured, what does not is computed: it needs values."""
+    return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor
 
 
 def build_inputs(model: nn.Module) -> dict[str, Any] | None:

@@ -40,7 +40,8 @@ class Options(TypedDict, total=False):
       Required for a float checkpoint.
     - ``config``: ``{pattern: scheme}`` or a ``QuantConfig``; the first match wins.
     - ``ignore``: patterns of layers that stay float.
-    - ``example_inputs``: a tuple or dict of inputs for one forward; only shapes and dtypes matter.
+    - ``example_inputs``: a tuple or dict of inputs for one forward; only shapes and dtypes matter, and
+      tensors may be on meta.
     - ``dynamic``: whether sizes of inputs may vary between calls (default True).
     - ``inner``: compiler of the rewritten graphs: ``"eager"`` (default), ``"inductor"``, a callable.
     - ``key_map``: ``{FQN: key}`` or a callable, for checkpoints with other names.

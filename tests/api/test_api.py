@@ -53,6 +53,16 @@ def test_a_factory_is_built_on_meta(reference: nn.Module) -> None:
         assert error(built(X), reference(X)) < 0.02
 
 
+def test_example_inputs_may_be_on_meta(reference: nn.Module) -> None:
+    state = reference.state_dict()
+    plans = [
+        fxquant.plan(on_meta(), state, scheme="int8", example_inputs=given)
+        for given in ((X,), (X.to("meta"),), {"x": X.to("meta")}, X.to("meta"))
+    ]
+    assert {str(plan) for plan in plans} == {str(plans[0])}
+    assert "captured: whole model, example_inputs" in str(plans[0])
+
+
 def test_a_live_model_is_replaced_in_place(reference: nn.Module) -> None:
     live = Net().eval()
     with torch.no_grad():
