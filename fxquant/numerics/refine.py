@@ -138,19 +138,18 @@ def _nearest(chunk: _Chunk, spec: QuantSpec) -> _Fit:
     low, high = chunk.values.amin(-1), chunk.values.amax(-1)
     if not spec.zero:
         scale = torch.maximum(high, low.neg_()).div_(_SYMMETRIC[1]).clamp_min_(_TINY)
-        return _Fit(_to(spec.scale, scale), None)
-    scale = _to(spec.scale, high.clamp_min_(0).sub_(low.clamp_max_(0)).div_(INT4_STEPS).clamp_min_(_TINY))
+        return _Fit(as_stored_(scale, spec.scale), None)
+    scale = high.clamp_min_(0).sub_(low.clamp_max_(0)).div_(INT4_STEPS).clamp_min_(_TINY)
+    scale = as_stored_(scale, spec.scale)
     return _Fit(scale, low.neg_().div_(scale).round_().add_(INT4_LOWEST).clamp_(*_ASYMMETRIC))
-
-
-def _to(kind: str, values: Tensor) -> Tensor:
-    """Round in place to nearest."""
-    return values if kind == "f32" else values.copy_(values.to(SCALES[kind]))
 
 
 def _rounded(fit: _Fit, kind: str) -> _Fit:
     """Scale and zero as they are stored."""
-    return _Fit(_to(kind, fit.scale), None if fit.zero is None else _to(kind, fit.zero))
+    scale = as_stored_(fit.scale, kind)
+    if fit.zero is None or kind == "f32":
+        return _Fit(scale, fit.zero)
+    return _Fit(scale, fit.zero.copy_(fit.zero.to(SCALES[kind])))
 
 
 _SYMMETRIC, _ASYMMETRIC = (-7, 7), (INT4_LOWEST, INT4_HIGHEST)
@@ -247,7 +246,7 @@ def _clipped(chunk: _Chunk, below: float, above: float) -> _Fit:
 
 def _hqq(chunk: _Chunk, _nearest: _Fit, kind: str) -> _Fit:
     whole = _clipped(chunk, 0, 0)
-    found = _Fit(_to(kind, whole.scale), whole.zero)
+    found = _Fit(as_stored_(whole.scale, kind), whole.zero)
     beta = BETA
     for _ in range(STEPS):
         found = _half_quadratic(chunk, found, beta)

@@ -16,7 +16,8 @@ CLIP, CLIP_ASYM, HQQ = SPECS = tuple(
     QuantSpec.parse(f"int4[1,64]{text}") for text in ("!clip", "zp!clip", "zp!hqq")
 )
 ASYMMETRIC = (CLIP_ASYM, HQQ)
-HALF = tuple(QuantSpec.parse(f"int4[1,64]bf16{text}") for text in ("!clip", "zp!clip", "zp!hqq"))
+HALF = tuple(QuantSpec.parse(f"int4[1,64]{text}") for text in ("bf16!clip", "bf16zp!clip", "bf16zp!hqq"))
+F16 = QuantSpec.parse("int4[1,64]f16zp!clip")
 
 
 def represented(v: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
@@ -208,7 +209,7 @@ def test_tiles_of_rows_have_the_bits_of_the_whole(spec: QuantSpec, shape: tuple[
 
 
 @pytest.mark.parametrize("shape", [(2000, 9, 64), (40, 1, 4096), (500, 3, 1), (2, 1, 200_000), (1, 4, 16)])
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("spec", [*SPECS, *HALF, F16], ids=str)
 def test_memory_is_bounded(spec: QuantSpec, shape: tuple[int, int, int]) -> None:
     v = torch.randn(shape, generator=torch.Generator().manual_seed(3))
     with LiveBytes() as meter:
