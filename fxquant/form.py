@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fxquant.errors import ConfigError
-from fxquant.scheme import SCALES, QuantSpec, Scheme, find_scheme
+from fxquant.scheme import HALF_NAMES, SCALES, QuantSpec, Scheme, find_scheme
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +232,7 @@ def form_in_files(form: Form | None) -> Form | None:
     return None if form is None else form.in_files
 
 
-HELD = {"bf16": torch.bfloat16, "f16": torch.float16}
+HELD = {name: dtype for dtype, name in HALF_NAMES.items()}
 """What ``Form.held`` may be."""
 
 HOST_TEXT = "float@host"

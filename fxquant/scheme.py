@@ -58,9 +58,8 @@ SCALES: Mapping[str, torch.dtype] = {
 }
 """Dtypes of scales. ``e8m0``: powers of two. ``e4m3``: in units of a float32 scale for the whole tensor."""
 
-HALF_SCALES: Mapping[torch.dtype, str] = {torch.bfloat16: "bf16", torch.float16: "f16"}
-"""Scales and zero points that are in the dtype of the weight: those of int4, where they would be half as
-many bits as the codes in float32."""
+HALF_NAMES: Mapping[torch.dtype, str] = {torch.bfloat16: "bf16", torch.float16: "f16"}
+"""Names of the dtypes of half precision, in specs and forms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +104,7 @@ class QuantSpec:
     @property
     def half_scale(self) -> bool:
         """Whether scales and zero points are bfloat16 or float16."""
-        return self.scale in HALF_SCALES.values()
+        return self.scale in HALF_NAMES.values()
 
     @property
     def float_scale(self) -> bool:
@@ -132,7 +131,7 @@ class QuantSpec:
 
         Int4 has scales and zero points of the weight's dtype.
         """
-        return HALF_SCALES.get(dtype, "") if self.codes == "int4" else ""
+        return HALF_NAMES.get(dtype, "") if self.codes == "int4" else ""
 
     def constants(self, n: int, k: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Dtype and shape of each constant of a weight ``[n, k]``, the codes first."""

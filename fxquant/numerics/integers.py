@@ -10,7 +10,8 @@ from fxquant.scheme import SCALES
 INT4_OFFSET = 8
 """An int4 code lies in its nibble as code + 8."""
 
-INT4_STEPS, INT4_LOWEST, INT4_HIGHEST = 15, -8, 7
+INT4_LOWEST, INT4_HIGHEST = -8, 7
+INT4_STEPS = INT4_HIGHEST - INT4_LOWEST
 """Codes with a zero point are -8 to 7."""
 
 TINY = torch.finfo(torch.float32).tiny

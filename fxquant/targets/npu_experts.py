@@ -19,7 +19,7 @@ from torch.fx.node import Argument
 from fxquant.form import HELD
 from fxquant.graph import inserting_before, is_call, value
 from fxquant.numerics import INT32_K
-from fxquant.scheme import QuantSpec, Scheme
+from fxquant.scheme import HALF_NAMES, QuantSpec, Scheme
 from fxquant.target import Layout, Refusal
 from fxquant.targets.npu_build import InGraph, Val
 from fxquant.targets.npu_chip import NpuChip
@@ -37,7 +37,6 @@ from fxquant.targets.npu_fakes import E8M0, dtype_code
 from fxquant.targets.npu_products import E2M1, PER_INT32, Family, group_of
 from fxquant.targets.npu_row import DAV_2201
 from fxquant.targets.npu_rules import Operand
-from fxquant.targets.npu_schemes import HELD as HELD_NAMES
 from fxquant.targets.npu_schemes import PROBE, Question, calls_of, family_of, refusal_of_calls
 from fxquant.targets.npu_wide import Call
 
@@ -154,7 +153,7 @@ def arrange_experts(
     notes = ["experts apart"]
     notes += [AS_BF16] if full else []
     notes += [f"not in FRACTAL_NZ: {OP} is used with ND alone"] if nz else []
-    held = HELD_NAMES[asked.dtype] if expert_family(asked.scheme) == "weight only" else ""
+    held = HALF_NAMES[asked.dtype] if expert_family(asked.scheme) == "weight only" else ""
     return Layout(held=held, reason="; ".join(notes))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fxquant.numerics import INT32_K
-from fxquant.scheme import Scheme
+from fxquant.scheme import HALF_NAMES, Scheme
 from fxquant.target import Layout, Refusal
 from fxquant.targets.npu_chip import NpuChip
 from fxquant.targets.npu_products import BLOCK_GROUPS, MX_GROUPS, PER_INT32, Family, group_of
@@ -20,7 +20,6 @@ from fxquant.targets.npu_wide import Call, Policy, even_parts, parts_at_cuts
 MATMUL = "npu_quant_matmul"
 WEIGHT_ONLY = "npu_weight_quant_batchmatmul"
 E4M3, F32 = torch.float8_e4m3fn, torch.float32
-HELD = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 PROBE = (256, 512)
 """N and K of a weight that every chip takes if it takes the scheme at all."""
@@ -213,7 +212,7 @@ def arrange_scheme(
     family = family_of(asked.scheme)
     if isinstance(family, Refusal):
         return family
-    held = HELD[asked.dtype] if family in ("weight only", "static") else ""
+    held = HALF_NAMES[asked.dtype] if family in ("weight only", "static") else ""
     layout = Layout(held=held, kn=family == "static")
     whole = refusal_of(asked, chip)
     reasons = []
